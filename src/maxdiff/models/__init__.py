@@ -1,0 +1,1 @@
+"""Stable Diffusion's networks: single-device code that knows no mesh, no file and no run."""

@@ -1,0 +1,169 @@
+"""Scaled dot-product attention with a choice of kernels (Vaswani et al. 2017, eq. 1).
+
+Every kernel has one signature, so a network is handed the one to use:
+
+    kernel(q, k, v, *, mask=None, precision=None) -> [b q h d]
+
+q is [b q h d], k and v are [b k h d]; `mask` is boolean, broadcastable to [b h q k], true where
+a query may look. Scores are scaled by 1/sqrt(d), and their softmax is always taken in float32.
+"""
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+logger = logging.getLogger(__name__)
+
+AttentionKernel = Callable[..., jax.Array]
+
+# Splash attention's block is 128 wide, and its backward refuses anything narrower.
+TPU_BLOCK = 128
+# cuDNN's backward refuses odd lengths (CLIP's 77 keys); a multiple of 8 also keeps rows aligned.
+CUDNN_MULTIPLE = 8
+
+
+def dot_product(q, k, v, *, mask=None, precision=None):
+    """Attention as two matrix products: exact, any shape, dtype and backend; O(q k) memory."""
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k, precision=precision, preferred_element_type=jnp.float32)
+    scores = scores * (q.shape[-1] ** -0.5)
+    if mask is not None:
+        scores = jnp.where(mask, scores, jnp.finfo(scores.dtype).min)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, v, precision=precision)
+
+
+def cudnn(q, k, v, *, mask=None, precision=None):
+    """cuDNN's fused attention: bfloat16 or float16, head_dim a multiple of 8 up to 128 (256 on Hopper).
+
+    Raises:
+        ValueError: for inputs that cuDNN cannot take, naming them.
+    """
+    del precision  # the kernel multiplies in its inputs' dtype and accumulates in float32
+    if reason := _cudnn_refuses(q, mask):
+        raise ValueError(f"attention=cudnn: {reason}; use attention=flash or dot_product")
+    return _cudnn(q, k, v)
+
+
+def splash(q, k, v, *, mask=None, precision=None, interpret=False):
+    """The Pallas flash kernel for TPUs ("splash attention"); no O(q k) memory, forward or backward.
+
+    Lengths that are no multiple of 128 (77 keys, 24x24 queries) are padded, and the padding is
+    fenced off by a segment id of its own. `interpret` runs the kernel on any backend, slowly.
+
+    Raises:
+        ValueError: for inputs that the kernel cannot take, naming them.
+    """
+    del precision
+    if reason := _splash_refuses(q, mask):
+        raise ValueError(f"splash attention: {reason}; use attention=flash or dot_product")
+    return _splash(q, k, v, interpret)
+
+
+def kernel(name: str, platform: str | None = None) -> AttentionKernel:
+    """The kernel called `name`: `dot_product`, `cudnn` or `flash`.
+
+    `flash` is splash attention on a TPU and cuDNN on a GPU. Where the platform or the shapes have
+    none, it computes `dot_product` instead and logs the reason, once for each reason.
+
+    Args:
+        name: one of KERNELS.
+        platform: `tpu`, `gpu` or `cpu`, where the network will run. By default JAX's default
+            backend, which is not the target when compiling ahead of time for a TPU.
+
+    Raises:
+        ValueError: for an unknown name.
+    """
+    if name not in KERNELS:
+        raise ValueError(f"attention={name!r} is not known (allowed: {', '.join(KERNELS)})")
+    if name != "flash":
+        return KERNELS[name]
+    return functools.partial(_flash, platform=platform or jax.default_backend())
+
+
+def _flash(q, k, v, *, mask=None, precision=None, platform: str):
+    if platform == "tpu":
+        reason = _splash_refuses(q, mask)
+    elif platform in ("gpu", "cuda"):
+        reason = _cudnn_refuses(q, mask)
+    else:
+        reason = f"there is no flash kernel for {platform}"
+    if reason:
+        _say_once(f"attention=flash: {reason}; computing dot_product there")
+        return dot_product(q, k, v, mask=mask, precision=precision)
+    return _splash(q, k, v) if platform == "tpu" else _cudnn(q, k, v)
+
+
+KERNELS: dict[str, AttentionKernel] = {"dot_product": dot_product, "cudnn": cudnn, "flash": _flash}
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+    logger.warning(message)
+
+
+def _pad_length(x: jax.Array, multiple: int) -> jax.Array:
+    return jnp.pad(x, ((0, 0), (0, -x.shape[1] % multiple), (0, 0), (0, 0)))
+
+
+def _cudnn_refuses(q: jax.Array, mask: Any) -> str | None:
+    if q.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"cuDNN attention needs bfloat16 or float16, not {q.dtype}"
+    if q.shape[-1] % 8 or q.shape[-1] > _cudnn_head_limit():
+        return f"cuDNN attention needs a head_dim that is a multiple of 8 up to {_cudnn_head_limit()}, not {q.shape[-1]}"
+    if mask is not None:
+        return "a mask is not passed on to cuDNN"
+    return None
+
+
+@functools.cache
+def _cudnn_head_limit() -> int:
+    """128, and 256 from Hopper (compute capability 9.0) on."""
+    capabilities = [float(getattr(d, "compute_capability", 0)) for d in jax.devices()]
+    return 256 if min(capabilities) >= 9.0 else 128
+
+
+def _cudnn(q, k, v):
+    batch, queries, keys = q.shape[0], q.shape[1], k.shape[1]
+    q, k, v = (_pad_length(x, CUDNN_MULTIPLE) for x in (q, k, v))
+    padded = q.shape[1] != queries or k.shape[1] != keys
+    lengths: dict[str, Any] = {}
+    if padded:
+        lengths = {
+            "query_seq_lengths": jnp.full((batch,), queries, jnp.int32),
+            "key_value_seq_lengths": jnp.full((batch,), keys, jnp.int32),
+        }
+    return jax.nn.dot_product_attention(q, k, v, implementation="cudnn", **lengths)[:, :queries]
+
+
+def _splash_refuses(q: jax.Array, mask: Any) -> str | None:
+    if q.shape[1] < TPU_BLOCK:
+        return f"splash attention needs at least {TPU_BLOCK} queries, not {q.shape[1]}"
+    if mask is not None:
+        return "a mask is not passed on to splash attention"
+    return None
+
+
+def _splash(q, k, v, interpret=False):
+    # Imported here: Pallas costs a second of start-up, and only TPUs need it.
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as sk
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as sm
+
+    queries, keys, heads = q.shape[1], k.shape[1], q.shape[2]
+    scale = q.shape[-1] ** -0.5
+    q, k, v = (_pad_length(x, TPU_BLOCK).swapaxes(1, 2) for x in (q * scale, k, v))  # [b h l d]
+    masks = sm.MultiHeadMask([sm.FullMask((q.shape[2], k.shape[2]))] * heads)
+    attend = sk.make_splash_mha(masks, head_shards=1, q_seq_shards=1, interpret=interpret)
+    segments = None
+    if q.shape[2] != queries or k.shape[2] != keys:
+        # Real positions are segment 1, padded ones 0. Keys alone may be padded: padded queries
+        # look at padded keys and are cut off below.
+        segments = sk.SegmentIds(
+            q=(jnp.arange(q.shape[2]) < queries).astype(jnp.int32),
+            kv=(jnp.arange(k.shape[2]) < keys).astype(jnp.int32),
+        )
+    out = jax.vmap(lambda q, k, v: attend(q, k, v, segments))(q, k, v)
+    return out.swapaxes(1, 2)[:, :queries]

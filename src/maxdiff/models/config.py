@@ -1,0 +1,83 @@
+"""Reading a network's configuration: a checkpoint's config.json, or a dict of the same keys."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+C = TypeVar("C")
+
+
+def read_config(cls: type[C], values: Mapping[str, Any], where: str, *, ignore_unknown: bool = False) -> C:
+    """Make `cls`, a frozen dataclass, from a dict with the checkpoint's keys.
+
+    `cls.FIXED` maps keys that have no field to the values that we compute correctly (the first is
+    the default). Keys that begin with an underscore are the writer's notes and are skipped.
+
+    Args:
+        where: the file's name, for messages.
+        ignore_unknown: skip keys we have never heard of (transformers writes dozens that no
+            network reads). Otherwise such a key is an error unless it is off (None or False).
+
+    Raises:
+        ValueError: naming file, key and value, for anything we would compute wrongly.
+    """
+    fields = {f.name for f in dataclasses.fields(cls)}  # pyright: ignore[reportArgumentType]
+    fixed: dict[str, tuple] = cls.FIXED  # pyright: ignore[reportAttributeAccessIssue]
+    chosen = {}
+    for key, value in values.items():
+        value = _tuples(value)
+        if key.startswith("_"):
+            continue
+        if key in fields:
+            chosen[key] = value
+        elif key in fixed:
+            # `1 == True` in Python, so compare types of booleans too.
+            if not any(value == v and isinstance(value, bool) == isinstance(v, bool) for v in fixed[key]):
+                raise ValueError(f"{where}: {key}={value!r} is not supported (allowed: {_choices(fixed[key])})")
+        elif not ignore_unknown and value is not None and value is not False:
+            raise ValueError(f"{where}: {key}={value!r} is not supported (the key is unknown)")
+    try:
+        return cls(**chosen)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+    except TypeError as error:
+        raise ValueError(f"{where}: a value has the wrong type ({error})") from error
+
+
+def write_config(config: Any, class_name: str) -> dict[str, Any]:
+    """The dict that diffusers reads: every field of `config`, and what it keeps fixed."""
+    fixed = {key: allowed[0] for key, allowed in config.FIXED.items()}
+    return {"_class_name": class_name, **fixed, **dataclasses.asdict(config)}
+
+
+def require(config: Any, key: str, *allowed: Any) -> None:
+    """Raise ValueError unless `config.key` is one of `allowed`."""
+    value = getattr(config, key)
+    if value not in allowed:
+        raise ValueError(f"{key}={value!r} is not supported (allowed: {_choices(allowed)})")
+
+
+def require_integers(config: Any, *keys: str) -> None:
+    """Raise ValueError unless each key holds a positive integer, or a tuple of them."""
+    for key in keys:
+        value = getattr(config, key)
+        for item in value if isinstance(value, tuple) else (value,):
+            if not isinstance(item, int) or isinstance(item, bool) or item < 1:
+                raise ValueError(f"{key}={value!r} is not supported (allowed: positive integers)")
+
+
+def per_block(value: Any, blocks: int, key: str) -> tuple:
+    """`value` for each block: one value stands for all, a tuple must have `blocks` of them."""
+    if not isinstance(value, tuple):
+        return (value,) * blocks
+    if len(value) != blocks:
+        raise ValueError(f"{key}={value!r} has {len(value)} values for {blocks} blocks")
+    return value
+
+
+def _choices(allowed: tuple) -> str:
+    return ", ".join(repr(v) for v in allowed)
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list | tuple) else value

@@ -1,0 +1,197 @@
+"""Layers: parameters that name their logical axes, computed by plain JAX.
+
+Flax NNX serves as a notation for the parameter tree only. A layer's constructor describes its
+parameters (shape, axes, initialiser) and allocates nothing; `network.py` turns the description
+into a function of a nested dict of arrays. Attribute names equal the checkpoint's keys, and the
+leaves have Flax's names: kernel (transposed weight), scale, embedding, bias.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.nn import initializers
+
+from maxdiff.models.attention import AttentionKernel, dot_product
+
+Axes = tuple[str | None, ...]
+Initializer = Callable[..., jax.Array]
+
+zeros, ones = initializers.zeros, initializers.ones
+# torch's default for Linear and Conv2d, uniform in +-1/sqrt(fan_in), with which diffusers starts.
+fan_in_uniform = initializers.variance_scaling(1 / 3, "fan_in", "uniform")
+# Cached, so that parameters drawn from one distribution hold one function (see Network.init).
+normal = functools.cache(initializers.normal)
+
+
+def _as_is(x: jax.Array, axes: Axes) -> jax.Array:
+    return x
+
+
+@dataclasses.dataclass(frozen=True)
+class Compute:
+    """How a network computes, handed in from outside so that networks know no mesh.
+
+    Attributes:
+        dtype: of activations and of weights as they are used; parameters keep their own dtype.
+            Norm statistics, softmax and the sinusoids of the timestep are float32 whatever it is.
+        precision: of matrix products and convolutions, as in lax.Precision.
+        attention: the kernel, from `attention.kernel(name)`.
+        constrain: (activation, logical axes) -> the same values, with a sharding.
+        gather: (parameter, logical axes) -> the same values, whole, for use in this layer.
+        remat: wraps each residual and transformer block; `jax.checkpoint`, with or without a
+            policy, recomputes it in the backward pass. By default nothing is recomputed.
+    """
+
+    dtype: Any = jnp.float32
+    precision: lax.Precision | None = None
+    attention: AttentionKernel = dot_product
+    constrain: Callable[[jax.Array, Axes], jax.Array] = _as_is
+    gather: Callable[[jax.Array, Axes], jax.Array] = _as_is
+    remat: Callable[[Callable], Callable] = lambda block: block
+
+    def weight(self, parameter: nnx.Param) -> jax.Array:
+        """The parameter as it enters a product: gathered, then cast (so gradients reduce in float32)."""
+        return self.gather(parameter.get_value(), parameter.axes).astype(self.dtype)
+
+    def statistic(self, parameter: nnx.Param) -> jax.Array:
+        """The parameter of a norm: gathered, float32."""
+        return self.gather(parameter.get_value(), parameter.axes).astype(jnp.float32)
+
+
+def parameter(shape: tuple[int, ...], axes: Axes, init: Initializer) -> nnx.Param:
+    """Describe a parameter: its shape, the logical name of each dimension, its initialiser."""
+    assert len(shape) == len(axes), (shape, axes)
+    # The names travel as `axes` rather than as NNX's `out_sharding`, which NNX would act on by itself.
+    return nnx.Param(jax.ShapeDtypeStruct(shape, jnp.float32), axes=axes, init=init)
+
+
+def _along_last(vector: jax.Array, ndim: int) -> jax.Array:
+    return vector.reshape((1,) * (ndim - 1) + vector.shape)
+
+
+class Linear(nnx.Module):
+    """y = x W + b; x is [... in], W is [in out]."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        compute: Compute,
+        axes: Axes = ("embed", None),
+        *,
+        use_bias: bool = True,
+        init: Initializer = fan_in_uniform,
+    ):
+        self.compute = compute
+        self.kernel = parameter((in_features, out_features), axes, init)
+        # A bias is small, so it follows its dimension only where the product's output is split.
+        self.bias = parameter((out_features,), (axes[1] if axes[1] in ("heads", "mlp") else "norm",), zeros) if use_bias else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = jnp.matmul(x, self.compute.weight(self.kernel), precision=self.compute.precision)
+        if self.bias is not None:
+            y = y + _along_last(self.compute.weight(self.bias), y.ndim)
+        return y
+
+
+class Conv(nnx.Module):
+    """2-D convolution; x is [b h w in], the kernel [k k in out]. `padding` is as in lax."""
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        compute: Compute,
+        *,
+        kernel_size: int = 3,
+        stride: int = 1,
+        padding: Any = None,
+        init: Initializer = fan_in_uniform,
+    ):
+        self.compute = compute
+        self.stride = stride
+        self.padding = padding or (((kernel_size - 1) // 2,) * 2,) * 2
+        shape = (kernel_size, kernel_size, in_channels, out_channels)
+        self.kernel = parameter(shape, (None, None, "conv_in", "conv_out"), init)
+        self.bias = parameter((out_channels,), ("norm",), zeros)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = lax.conv_general_dilated(
+            x,
+            self.compute.weight(self.kernel),
+            (self.stride, self.stride),
+            self.padding,
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+            precision=self.compute.precision,
+        )
+        return y + _along_last(self.compute.weight(self.bias), y.ndim)
+
+
+class GroupNorm(nnx.Module):
+    """Group normalisation (Wu & He 2018) over [b ... c], and silu if wanted, in float32 until the end."""
+
+    def __init__(self, channels: int, groups: int, eps: float, compute: Compute):
+        if channels % groups:
+            raise ValueError(f"norm_num_groups={groups} does not divide {channels} channels")
+        self.compute, self.groups, self.eps = compute, groups, eps
+        self.scale = parameter((channels,), ("norm",), ones)
+        self.bias = parameter((channels,), ("norm",), zeros)
+
+    def __call__(self, x: jax.Array, *, silu: bool = False) -> jax.Array:
+        grouped = x.astype(jnp.float32).reshape(x.shape[0], -1, self.groups, x.shape[-1] // self.groups)
+        mean = grouped.mean((1, 3), keepdims=True)
+        variance = jnp.square(grouped - mean).mean((1, 3), keepdims=True)
+        y = ((grouped - mean) * lax.rsqrt(variance + self.eps)).reshape(x.shape)
+        scale, bias = (_along_last(self.compute.statistic(p), x.ndim) for p in (self.scale, self.bias))
+        y = y * scale + bias
+        return (jax.nn.silu(y) if silu else y).astype(self.compute.dtype)
+
+
+class LayerNorm(nnx.Module):
+    """Layer normalisation (Ba et al. 2016) over the last dimension, with statistics in float32."""
+
+    def __init__(self, features: int, compute: Compute, eps: float = 1e-5):
+        self.compute, self.eps = compute, eps
+        self.scale = parameter((features,), ("norm",), ones)
+        self.bias = parameter((features,), ("norm",), zeros)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = x.astype(jnp.float32)
+        mean = y.mean(-1, keepdims=True)
+        variance = jnp.square(y - mean).mean(-1, keepdims=True)
+        y = (y - mean) * lax.rsqrt(variance + self.eps)
+        scale, bias = (_along_last(self.compute.statistic(p), x.ndim) for p in (self.scale, self.bias))
+        return (y * scale + bias).astype(self.compute.dtype)
+
+
+class Embed(nnx.Module):
+    """A table of vectors [entries features], looked up by integer ids."""
+
+    def __init__(self, entries: int, features: int, compute: Compute, axes: Axes, std: float):
+        self.compute = compute
+        self.embedding = parameter((entries, features), axes, normal(std))
+
+    def __call__(self, ids: jax.Array) -> jax.Array:
+        return jnp.take(self.compute.weight(self.embedding), ids, axis=0)
+
+
+def timestep_embedding(t: jax.Array, dim: int, *, flip_sin_to_cos: bool, freq_shift: float) -> jax.Array:
+    """Sinusoids of t [b] in float32 -> [b dim] (Ho et al. 2020, after Vaswani et al. 2017)."""
+    half = dim // 2
+    exponent = jnp.arange(half, dtype=jnp.float32) * (-math.log(10_000) / (half - freq_shift))
+    angles = t.astype(jnp.float32)[:, None] * jnp.exp(exponent)[None, :]
+    parts = (jnp.cos(angles), jnp.sin(angles)) if flip_sin_to_cos else (jnp.sin(angles), jnp.cos(angles))
+    return jnp.concatenate(parts, axis=-1)
+
+
+def upsample_nearest(x: jax.Array) -> jax.Array:
+    """Repeat every pixel of [b h w c] twice in each direction."""
+    b, h, w, c = x.shape
+    return jnp.broadcast_to(x[:, :, None, :, None, :], (b, h, 2, w, 2, c)).reshape(b, 2 * h, 2 * w, c)

@@ -1,0 +1,103 @@
+"""A network as a pure function of its parameters."""
+
+import dataclasses
+import math
+import zlib
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from maxdiff.models.layers import Axes, Compute, Initializer
+
+Path = tuple[str | int, ...]
+Params = dict[str | int, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class ParameterSpec:
+    """One parameter before it exists. `shape` is ours: kernels are [in out] or [k k in out]."""
+
+    shape: tuple[int, ...]
+    axes: Axes
+    init: Initializer
+
+
+class Network:
+    """A network's function and the description of its parameters; it holds no weights.
+
+    >>> network = Network(UNet2DConditionModel, UNetConfig(), Compute(dtype=jnp.bfloat16))
+    >>> params = network.init(jax.random.key(0))
+    >>> network.apply(params, latents, timesteps, text_states)
+
+    Attributes:
+        config: the configuration, as given.
+        specs: path -> ParameterSpec for every parameter. A path is the checkpoint's key, split:
+            ("down_blocks", 0, "resnets", 1, "conv1", "kernel").
+    """
+
+    def __init__(self, module: type[nnx.Module], config: Any, compute: Compute | None = None):
+        self.module = module
+        self.config = config
+        graphdef, state = nnx.split(module(config, compute or Compute()))
+        self._graphdef = graphdef
+        self.specs: dict[Path, ParameterSpec] = {
+            path: ParameterSpec(leaf.get_value().shape, leaf.axes, leaf.init)
+            for path, leaf in flatten(nnx.to_pure_dict(state, extract_fn=lambda leaf: leaf))
+        }
+
+    def apply(self, params: Params, *args: Any, method: str = "__call__", **kwargs: Any) -> Any:
+        """Call the network's `method` with these parameters: a pure function, to be jitted."""
+        return getattr(nnx.merge(self._graphdef, params), method)(*args, **kwargs)
+
+    def with_compute(self, compute: Compute) -> "Network":
+        """The same network computing in another way; parameters serve both."""
+        return Network(self.module, self.config, compute)
+
+    def abstract(self, dtype: Any = jnp.float32) -> Params:
+        """The parameter tree as jax.ShapeDtypeStructs: no memory, no time."""
+        return unflatten((path, jax.ShapeDtypeStruct(s.shape, dtype)) for path, s in self.specs.items())
+
+    def init(self, key: jax.Array, dtype: Any = jnp.float32) -> Params:
+        """Fresh parameters; jit it, with `out_shardings` on a mesh.
+
+        A parameter's values depend on `key` and its path alone. Parameters alike in shape and
+        initialiser are drawn together: compiling one draw for each of 686 would take a minute.
+        """
+        alike = defaultdict(list)
+        for path, spec in self.specs.items():
+            alike[spec.shape, spec.init].append(path)
+        values = {}
+        for (shape, init), paths in alike.items():
+            names = jnp.array([zlib.crc32(".".join(map(str, path)).encode()) for path in paths], jnp.uint32)
+            keys = jax.vmap(lambda name: jax.random.fold_in(key, name))(names)
+            drawn = jax.vmap(lambda k, init=init, shape=shape: init(k, shape, dtype))(keys)
+            values.update(zip(paths, drawn, strict=True))
+        return unflatten((path, values[path]) for path in self.specs)
+
+    def num_parameters(self) -> int:
+        """How many numbers the parameters hold."""
+        return sum(math.prod(spec.shape) for spec in self.specs.values())
+
+
+def flatten(tree: Mapping, prefix: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """(path, leaf) for every leaf of a nested dict, in the dict's order."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from flatten(value, (*prefix, key))
+        else:
+            yield (*prefix, key), value
+
+
+def unflatten(leaves: Any) -> Params:
+    """The nested dict with these (path, leaf) pairs."""
+    tree: Params = {}
+    for path, leaf in leaves:
+        node = tree
+        for key in path[:-1]:
+            node = node.setdefault(key, {})
+        node[path[-1]] = leaf
+    return tree

@@ -1,0 +1,93 @@
+"""From an open file to a parameter tree on its devices, tensor by tensor."""
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from maxdiff.models.network import Network, Params, ParameterSpec, unflatten
+from maxdiff.models.network import Path as ParameterPath
+from maxdiff.weights.names import reader, to_torch_shape, torch_key
+from maxdiff.weights.tensors import Tensor
+
+# (path, spec) -> where the parameter lives.
+Placement = Callable[[ParameterPath, ParameterSpec], jax.sharding.Sharding]
+
+# Tensors in flight at once. Each may need a transposed copy of its slice in host memory.
+THREADS = 2
+MAX_LISTED = 8
+
+
+def load_params(
+    network: Network,
+    tensors: Mapping[str, Tensor],
+    where: str,
+    *,
+    dtype: Any = jnp.float32,
+    placement: Placement | None = None,
+) -> Params:
+    """Place a network's parameters, each read from the file as it is placed.
+
+    Args:
+        tensors: by their PyTorch keys (see `names.normalise`).
+        where: what to call the file in messages.
+        dtype: of the parameters; what the file holds is converted.
+        placement: the sharding of each parameter; by default everything goes to the first device.
+            Each process reads only the slices of its own devices.
+
+    Raises:
+        ValueError: listing the keys that are missing, surplus, or of the wrong shape.
+    """
+    wanted = {path: torch_key(path) for path in network.specs}
+    _compare(set(wanted.values()), set(tensors), where)
+    reads, misfits = {}, []
+    for path, key in wanted.items():
+        spec, tensor = network.specs[path], tensors[key]
+        reads[path] = reader(path, spec.shape, tensor)
+        if reads[path] is None:
+            misfits.append(f"{key} has shape {tensor.shape}, the configuration makes it {_torch_shape(path, spec)}")
+    if misfits:
+        raise ValueError(f"{where}: {_listed(misfits, 'tensors have the wrong shape')}")
+
+    default = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+
+    def place(path: ParameterPath) -> jax.Array:
+        spec = network.specs[path]
+        sharding = placement(path, spec) if placement else default
+        return _place(reads[path], spec.shape, dtype, sharding)
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        placed = list(pool.map(place, network.specs))
+    return unflatten(zip(network.specs, placed, strict=True))
+
+
+def _place(read: Callable[[], np.ndarray], shape: tuple[int, ...], dtype: Any, sharding: jax.sharding.Sharding) -> jax.Array:
+    whole = read()
+    if isinstance(sharding, jax.sharding.SingleDeviceSharding):
+        (device,) = sharding.device_set
+        # Never an alias of the file's pages: they would change with the file, and cannot be donated.
+        return jax.device_put(whole.astype(dtype, copy=False), device, may_alias=False)
+    # astype makes the copy, so the callback never hands out the file's pages either.
+    return jax.make_array_from_callback(shape, sharding, lambda index: whole[index].astype(dtype, order="C", copy=True))
+
+
+def _compare(wanted: set[str], present: set[str], where: str) -> None:
+    problems = []
+    if missing := sorted(wanted - present):
+        problems.append(_listed(missing, "keys are missing"))
+    if surplus := sorted(present - wanted):
+        problems.append(_listed(surplus, "keys have no place in this network"))
+    if problems:
+        raise ValueError(f"{where}: {'; '.join(problems)}")
+
+
+def _listed(items: list[str], what: str) -> str:
+    rest = f" and {len(items) - MAX_LISTED} more" if len(items) > MAX_LISTED else ""
+    return f"{len(items)} {what}: {', '.join(items[:MAX_LISTED])}{rest}"
+
+
+def _torch_shape(path: ParameterPath, spec: ParameterSpec) -> tuple[int, ...]:
+    return to_torch_shape(spec.shape) if path[-1] == "kernel" else spec.shape

@@ -1,0 +1,160 @@
+"""Where a model comes from: a local folder, a single file, or a repository on the Hugging Face hub."""
+
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from maxdiff.weights.tensors import Tensors, open_tensors
+
+FromPt = Literal["auto"] | bool
+
+# Stems of weight files, diffusers' and transformers', in PyTorch's and in Flax's spelling.
+TORCH_STEMS = ("diffusion_pytorch_model", "model", "pytorch_model")
+FLAX_FILES = ("diffusion_flax_model.msgpack", "flax_model.msgpack")
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A folder of files that may not be here yet.
+
+    Attributes:
+        name: the path or id that the user gave, for messages.
+        files: what the folder holds, as relative paths with forward slashes.
+        fetch: makes the named files local and returns the folder that holds them.
+    """
+
+    name: str
+    files: tuple[str, ...]
+    fetch: Callable[[Sequence[str]], Path]
+
+    def has(self, file: str) -> bool:
+        """Whether the folder holds this file."""
+        return file in self.files
+
+    def local(self, file: str) -> Path:
+        """This file's local path, fetched if need be.
+
+        Raises:
+            FileNotFoundError: if the folder has no such file.
+        """
+        if not self.has(file):
+            raise FileNotFoundError(f"{self.name} has no file {file}")
+        return self.fetch([file]) / file
+
+    def json(self, file: str) -> dict[str, Any]:
+        """This file's JSON object.
+
+        Raises:
+            FileNotFoundError: if the folder has no such file.
+            ValueError: if it is no JSON object.
+        """
+        path = self.local(file)
+        try:
+            value = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{path} is no JSON: {error}") from None
+        if not isinstance(value, dict):
+            raise ValueError(f"{path} holds a JSON {type(value).__name__}, not an object")
+        return value
+
+
+def open_source(name: str | Path, revision: str | None = None) -> Source:
+    """Open a local folder if there is one of this name, else a repository on the hub.
+
+    A hub repository that has been fetched before is found without the network.
+
+    Raises:
+        FileNotFoundError: if neither exists.
+        ValueError: if the hub has the repository but not `revision`, or asks for a login.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        files = tuple(sorted(p.relative_to(path).as_posix() for p in path.rglob("*") if p.is_file()))
+        return Source(str(name), files, lambda _: path)
+    if path.exists() or len(path.parts) > 2 or str(name).startswith((".", "/", "~")):
+        raise FileNotFoundError(f"there is no folder {name}")
+    return _open_hub(str(name), revision)
+
+
+def _open_hub(repo: str, revision: str | None) -> Source:
+    import huggingface_hub as hub
+    from huggingface_hub import errors
+
+    shown = f"{repo} (revision {revision})" if revision else repo
+    try:
+        files = tuple(hub.HfApi().list_repo_files(repo, revision=revision))
+    except errors.HFValidationError:
+        raise FileNotFoundError(f"there is no folder {repo}, and it is no name of a hub repository either") from None
+    except errors.GatedRepoError:
+        raise ValueError(f"{shown}: the hub wants a login that may read it (set HF_TOKEN)") from None
+    except errors.RepositoryNotFoundError:
+        raise FileNotFoundError(f"there is no folder {repo}, and the hub has no such repository") from None
+    except errors.RevisionNotFoundError:
+        raise ValueError(f"the hub's {repo} has no revision={revision}") from None
+    except Exception as error:
+        # Any failure to reach the hub, whatever its HTTP library calls it: fall back on what was fetched before.
+        try:
+            root = Path(hub.snapshot_download(repo, revision=revision, local_files_only=True))
+        except errors.LocalEntryNotFoundError:
+            raise FileNotFoundError(
+                f"there is no folder {repo}, the hub cannot be reached ({type(error).__name__}), "
+                f"and {shown} is not in its cache"
+            ) from None
+        cached = tuple(sorted(p.relative_to(root).as_posix() for p in root.rglob("*") if p.is_file()))
+        return Source(shown, cached, lambda _: root)
+
+    def fetch(wanted: Sequence[str]) -> Path:
+        return Path(hub.snapshot_download(repo, revision=revision, allow_patterns=list(wanted)))
+
+    return Source(shown, files, fetch)
+
+
+def open_weights(source: Source, folder: str, *, from_pt: FromPt = "auto", variant: str | None = None) -> tuple[Tensors, bool, str]:
+    """Open the weights in a folder of a source: one file, or several with an index.
+
+    Args:
+        folder: `unet`, `vae`, ...; "" for the source itself.
+        from_pt: True for PyTorch weights, False for Flax weights, "auto" for what is there
+            (safetensors before pickles, PyTorch before Flax).
+        variant: the infix of a second set of files, such as fp16.
+
+    Returns:
+        The tensors under the file's own keys, whether they are Flax's, and the file's name.
+
+    Raises:
+        FileNotFoundError: if there are no such weights, saying what is there.
+        ValueError: if a file is damaged.
+    """
+    prefix = f"{folder}/" if folder else ""
+    present = [f.removeprefix(prefix) for f in source.files if f.startswith(prefix) and "/" not in f.removeprefix(prefix)]
+    infix = f".{variant}" if variant else ""
+    if from_pt in ("auto", True):
+        for suffix in ("safetensors", "bin"):
+            for stem in TORCH_STEMS:
+                index = f"{stem}.{suffix}.index{infix}.json"
+                if f"{stem}{infix}.{suffix}" in present:
+                    return _open_files(source, prefix, [f"{stem}{infix}.{suffix}"]), False, f"{source.name}/{prefix}{stem}{infix}.{suffix}"
+                if index in present:
+                    shards = sorted(set(source.json(prefix + index)["weight_map"].values()))
+                    return _open_files(source, prefix, shards), False, f"{source.name}/{prefix}{index}"
+    if from_pt in ("auto", False) and not variant:
+        for file in FLAX_FILES:
+            if file in present:
+                return _open_files(source, prefix, [file]), True, f"{source.name}/{prefix}{file}"
+    asked = {"auto": "weights", True: "PyTorch weights (from_pt=true)", False: "Flax weights (from_pt=false)"}[from_pt]
+    asked += f" of variant={variant}" if variant else ""
+    there = ", ".join(present) or "nothing"
+    raise FileNotFoundError(f"{source.name} has no {asked} in {folder or 'its folder'}; there is: {there}")
+
+
+def _open_files(source: Source, prefix: str, names: Sequence[str]) -> Tensors:
+    missing = [name for name in names if not source.has(prefix + name)]
+    if missing:
+        raise FileNotFoundError(f"{source.name}: the index names {', '.join(missing)}, which {prefix or 'it'} does not have")
+    root = source.fetch([prefix + name for name in names])
+    tensors: Tensors = {}
+    for name in names:
+        tensors.update(open_tensors(root / prefix / name))
+    return tensors
