@@ -59,30 +59,37 @@ SDXL = {
     "down_block_types": (DOWN, CROSS_DOWN, CROSS_DOWN), "up_block_types": (CROSS_UP, CROSS_UP, UP),
     "addition_embed_type": "text_time", "addition_time_embed_dim": 256, "projection_class_embeddings_input_dim": 2816,
 }  # fmt: skip
-SMALL = {"block_out_channels": (32, 64, 96), "norm_num_groups": 16, "cross_attention_dim": 40,
-         "down_block_types": (CROSS_DOWN, CROSS_DOWN, DOWN), "up_block_types": (UP, CROSS_UP, CROSS_UP)}  # fmt: skip
+SMALL = {"block_out_channels": (32, 64), "layers_per_block": 1, "norm_num_groups": 16, "cross_attention_dim": 40,
+         "down_block_types": (CROSS_DOWN, DOWN), "up_block_types": (UP, CROSS_UP)}  # fmt: skip
+SMALL_LINEAR = {**SMALL, "attention_head_dim": (2, 4), "use_linear_projection": True}
 VAE = {"block_out_channels": (128, 256, 512, 512), "layers_per_block": 2, "down_block_types": ("DownEncoderBlock2D",) * 4,
        "up_block_types": ("UpDecoderBlock2D",) * 4, "sample_size": 512, "force_upcast": False}  # fmt: skip
-SMALL_VAE = {**VAE, "block_out_channels": (16, 32, 32, 48), "norm_num_groups": 8, "layers_per_block": 1, "sample_size": 32}
+SMALL_VAE = {**VAE, "block_out_channels": (16, 32, 48), "norm_num_groups": 8, "layers_per_block": 1, "sample_size": 32,
+             "down_block_types": ("DownEncoderBlock2D",) * 3, "up_block_types": ("UpDecoderBlock2D",) * 3}  # fmt: skip
 CLIP_L = {"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12, "projection_dim": 768}
-CLIP_H = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 23, "num_attention_heads": 16, "hidden_act": "gelu"}
+CLIP_H = {
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 23,
+    "num_attention_heads": 16,
+    "hidden_act": "gelu",
+}
 CLIP_G = {"hidden_size": 1280, "intermediate_size": 5120, "num_hidden_layers": 32, "num_attention_heads": 20,
           "hidden_act": "gelu", "projection_dim": 1280, "architectures": ["CLIPTextModelWithProjection"]}  # fmt: skip
 SMALL_CLIP = {"hidden_size": 48, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 3}
 
 VARIANTS: dict[str, Variant] = {
     "sd1-unet": Variant("unet", {**SMALL, "attention_head_dim": 4}, SD1),
-    "sd2-unet": Variant("unet", {**SMALL, "attention_head_dim": (2, 4, 6), "use_linear_projection": True, "upcast_attention": True},
-                        SD2, full_size=(96, 96)),
-    "sdxl-unet": Variant("unet", {**SMALL, **{k: SDXL[k] for k in ("down_block_types", "up_block_types", "use_linear_projection",
-                                                                "addition_embed_type")},
-                                  "attention_head_dim": (2, 4, 6), "transformer_layers_per_block": (1, 2, 3),
+    "sd2-unet": Variant("unet", {**SMALL_LINEAR, "upcast_attention": True}, SD2, full_size=(96, 96)),
+    "sdxl-unet": Variant("unet", {**SMALL_LINEAR, "down_block_types": (DOWN, CROSS_DOWN), "up_block_types": (CROSS_UP, UP),
+                                  "transformer_layers_per_block": (1, 2), "addition_embed_type": "text_time",
                                   "addition_time_embed_dim": 16, "projection_class_embeddings_input_dim": 6 * 16 + 24},
                          SDXL, full_size=(128, 128)),
     "inpainting-unet": Variant("unet", {**SMALL, "attention_head_dim": 4, "in_channels": 9}, {**SD1, "in_channels": 9}),
-    "unusual-unet": Variant("unet", {**SMALL, "attention_head_dim": (2, 4, 4), "layers_per_block": (1, 2, 1), "flip_sin_to_cos": False,
-                                     "freq_shift": 1, "time_cond_proj_dim": 12, "transformer_layers_per_block": (2, 1, 1),
-                                     "norm_num_groups": 8}, small_size=(13, 10)),
+    "unusual-unet": Variant("unet", {**SMALL, "block_out_channels": (16, 32, 48), "down_block_types": (CROSS_DOWN, CROSS_DOWN, DOWN),
+                                     "up_block_types": (UP, CROSS_UP, CROSS_UP), "attention_head_dim": (2, 4, 4),
+                                     "layers_per_block": (1, 2, 1), "transformer_layers_per_block": (2, 1, 1), "norm_num_groups": 8,
+                                     "flip_sin_to_cos": False, "freq_shift": 1, "time_cond_proj_dim": 12}, small_size=(13, 10)),
     "vae-encoder": Variant("vae", SMALL_VAE, VAE, "encode", (32, 48), (512, 512)),
     "vae-decoder": Variant("vae", SMALL_VAE, VAE, "decode", (4, 6), (64, 64)),
     "clip-l": Variant("text_encoder", SMALL_CLIP, CLIP_L),
@@ -170,7 +177,9 @@ def run_ours(variant: Variant, network: Network, params: Params, inputs: Arrays)
         return {"prediction": network.apply(params, **given, added_cond=added or None).transpose(0, 3, 1, 2)}
     out = network.apply(params, *given.values(), method=variant.method)
     if variant.part == "vae":
-        return {k: v.transpose(0, 3, 1, 2) for k, v in (out._asdict() if variant.method == "encode" else {"image": out}).items()}
+        return {
+            k: v.transpose(0, 3, 1, 2) for k, v in (out._asdict() if variant.method == "encode" else {"image": out}).items()
+        }
     states = {"last": out.last_hidden_state, "penultimate": out.hidden_states[-2]}
     return states | ({"pooled": out.pooled} if out.text_embeds is None else {"embeds": out.text_embeds})
 
@@ -224,13 +233,14 @@ def header() -> Iterable[str]:
     """Where the figures come from."""
     packages = ("jax", "flax", "torch", "diffusers", "transformers")
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages)
-    yield f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores of {_processor()}, Python {platform.python_version()}, {versions}"
+    yield f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores of {processor()}, Python {platform.python_version()}, {versions}"
     yield ""
     yield "| network | parameters | output of | max abs error | relative L2 error | bfloat16 activations, relative L2 | seconds |"
     yield "|---|---|---|---|---|---|---|"
 
 
-def _processor() -> str:
+def processor() -> str:
+    """The processor's name."""
     for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else ():
         if line.startswith("model name"):
             return line.split(":")[1].strip()

@@ -62,7 +62,9 @@ def make_pipeline(kind: str, scratch: Path) -> Any:
         ),
     }  # fmt: skip
     if kind == "sdxl":
-        parts["text_encoder_2"] = transformers.CLIPTextModelWithProjection(transformers.CLIPTextConfig(**TEXT_2, hidden_act="gelu"))
+        parts["text_encoder_2"] = transformers.CLIPTextModelWithProjection(
+            transformers.CLIPTextConfig(**TEXT_2, hidden_act="gelu")
+        )
         parts["tokenizer_2"] = tokenizer("!")
         return diffusers.StableDiffusionXLPipeline(**parts)
     cls = diffusers.StableDiffusionInpaintPipeline if kind == "inpaint" else diffusers.StableDiffusionPipeline

@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 # File names in a diffusers folder, and which library loads the part.
 WEIGHTS = {"unet": "diffusion_pytorch_model", "vae": "diffusion_pytorch_model",
            "text_encoder": "model", "text_encoder_2": "model"}  # fmt: skip
+# diffusers asks a pipeline which version wrote it, to warn of layouts that later changed.
+DIFFUSERS_VERSION = "0.42.1"
 PIPELINE_CLASSES = ("StableDiffusionPipeline", "StableDiffusionXLPipeline", "StableDiffusionInpaintPipeline",
                     "StableDiffusionXLInpaintPipeline")  # fmt: skip
 
@@ -114,12 +116,12 @@ class Pipeline:
         networks = [part for part in PARTS if part != "text_encoder_2" or second]
         # Everything small first: a mistake is reported before gigabytes are read.
         built = {part: _network(part, origin(part), main, sources.get(part, name), compute) for part in networks}
-        tokenizers = {part: origin(part).tokenizer(part) for part in TOKENIZERS[: 2 if second else 1]}
+        tokenizers: dict[str, Any] = {part: origin(part).tokenizer(part) for part in TOKENIZERS[: 2 if second else 1]}
         scheduler = origin("scheduler").scheduler()
         if prediction_type:
             scheduler["prediction_type"] = prediction_type
         tensors = {part: origin(part).tensors(part) for part in networks}
-        parts = {}
+        parts: dict[str, Any] = {}
         for part in networks:
             params = load_params(built[part], *tensors[part], dtype=dtype, placement=placement)
             parts[part] = Part(built[part], params)
@@ -182,7 +184,7 @@ class Pipeline:
         kind = self.index.get("_class_name", "").removeprefix("Flax")
         if kind not in PIPELINE_CLASSES:
             kind = f"StableDiffusion{'XL' if xl else ''}{'Inpaint' if inpaint else ''}Pipeline"
-        index: dict[str, Any] = {"_class_name": kind}
+        index: dict[str, Any] = {"_class_name": kind, "_diffusers_version": DIFFUSERS_VERSION}
         index["unet"] = ["diffusers", "UNet2DConditionModel"]
         index["vae"] = ["diffusers", "AutoencoderKL"]
         index["scheduler"] = ["diffusers", self.scheduler.get("_class_name", "DDIMScheduler")]
@@ -214,7 +216,9 @@ def export_tensors(part: Part, dtype: Any = None) -> Tensors:
 
 def _export(path: tuple, leaf: jax.Array, dtype: np.dtype) -> tuple[str, Tensor]:
     if path[-1] == "kernel":
-        return torch_key(path), Tensor(to_torch_shape(leaf.shape), dtype, lambda: to_torch(np.asarray(leaf)).astype(dtype, copy=False))
+        return torch_key(path), Tensor(
+            to_torch_shape(leaf.shape), dtype, lambda: to_torch(np.asarray(leaf)).astype(dtype, copy=False)
+        )
     return torch_key(path), Tensor(leaf.shape, dtype, lambda: np.asarray(leaf).astype(dtype, copy=False))
 
 

@@ -60,7 +60,6 @@ class CLIPTextConfig:
     FIXED: ClassVar[dict[str, tuple]] = {
         "model_type": ("clip_text_model",),
         "attention_dropout": (0.0, 0),
-        "dropout": (0.0, 0),
     }
 
     def __post_init__(self):
@@ -129,9 +128,7 @@ class MLP(nnx.Module):
     def __init__(self, config: CLIPTextConfig, compute: Compute):
         self.activation = ACTIVATIONS[config.hidden_act]
         width, factor = config.hidden_size, config.initializer_factor
-        self.fc1 = Linear(
-            width, config.intermediate_size, compute, ("embed", "mlp"), init=normal((2 * width) ** -0.5 * factor)
-        )
+        self.fc1 = Linear(width, config.intermediate_size, compute, ("embed", "mlp"), init=normal((2 * width) ** -0.5 * factor))
         out = normal(width**-0.5 * (2 * config.num_hidden_layers) ** -0.5 * factor)
         self.fc2 = Linear(config.intermediate_size, width, compute, ("mlp", "embed"), init=out)
 

@@ -48,15 +48,16 @@ def _count(jaxpr: core.Jaxpr) -> Flops:
     total = Flops()
     for equation in jaxpr.eqns:
         name, params = equation.primitive.name, equation.params
+        shapes = [getattr(x.aval, "shape", ()) for x in (*equation.invars[:2], *equation.outvars[:1])]
         if name == "conv_general_dilated":
-            kernel = equation.invars[1].aval.shape
+            _, kernel, output = shapes
             out_channels = kernel[params["dimension_numbers"].rhs_spec[0]]
             per_output = math.prod(kernel) // out_channels
-            total += Flops(convolution=2 * math.prod(equation.outvars[0].aval.shape) * per_output)
+            total += Flops(convolution=2 * math.prod(output) * per_output)
         elif name == "dot_general":
             (contracted, _), (batched, _) = params["dimension_numbers"]
-            lhs = equation.invars[0].aval.shape
-            operations = 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(lhs[d] for d in contracted)
+            lhs, _, output = shapes
+            operations = 2 * math.prod(output) * math.prod(lhs[d] for d in contracted)
             # Only attention multiplies activations with activations, one product for each image and head.
             total += Flops(attention=operations) if batched else Flops(matmul=operations)
         else:

@@ -30,7 +30,7 @@ fan_in_uniform = initializers.variance_scaling(1 / 3, "fan_in", "uniform")
 normal = functools.cache(initializers.normal)
 
 
-def _as_is(x: jax.Array, axes: Axes) -> jax.Array:
+def _as_is(x: jax.Array, _: Axes) -> jax.Array:
     return x
 
 
@@ -92,7 +92,9 @@ class Linear(nnx.Module):
         self.compute = compute
         self.kernel = parameter((in_features, out_features), axes, init)
         # A bias is small, so it follows its dimension only where the product's output is split.
-        self.bias = parameter((out_features,), (axes[1] if axes[1] in ("heads", "mlp") else "norm",), zeros) if use_bias else None
+        self.bias = (
+            parameter((out_features,), (axes[1] if axes[1] in ("heads", "mlp") else "norm",), zeros) if use_bias else None
+        )
 
     def __call__(self, x: jax.Array) -> jax.Array:
         y = jnp.matmul(x, self.compute.weight(self.kernel), precision=self.compute.precision)
@@ -112,12 +114,13 @@ class Conv(nnx.Module):
         *,
         kernel_size: int = 3,
         stride: int = 1,
-        padding: Any = None,
+        padding: tuple[tuple[int, int], tuple[int, int]] | None = None,
         init: Initializer = fan_in_uniform,
     ):
         self.compute = compute
         self.stride = stride
-        self.padding = padding or (((kernel_size - 1) // 2,) * 2,) * 2
+        half = (kernel_size - 1) // 2
+        self.padding = padding or ((half, half), (half, half))
         shape = (kernel_size, kernel_size, in_channels, out_channels)
         self.kernel = parameter(shape, (None, None, "conv_in", "conv_out"), init)
         self.bias = parameter((out_channels,), ("norm",), zeros)

@@ -4,7 +4,7 @@ import dataclasses
 import math
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -39,7 +39,7 @@ class Network:
             ("down_blocks", 0, "resnets", 1, "conv1", "kernel").
     """
 
-    def __init__(self, module: type[nnx.Module], config: Any, compute: Compute | None = None):
+    def __init__(self, module: Callable[[Any, Compute], nnx.Module], config: Any, compute: Compute | None = None):
         self.module = module
         self.config = config
         graphdef, state = nnx.split(module(config, compute or Compute()))

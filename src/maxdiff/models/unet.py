@@ -179,7 +179,8 @@ class UpBlock2D(nnx.Module):
             if attention is not None:
                 x = attention(x, context)
         for upsampler in self.upsamplers:
-            x = upsampler(x, skips[-1].shape[1:3])
+            _, height, width, _ = skips[-1].shape
+            x = upsampler(x, (height, width))
         return x
 
 

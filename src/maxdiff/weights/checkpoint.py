@@ -19,7 +19,7 @@ from maxdiff.weights import original
 from maxdiff.weights.names import normalise
 from maxdiff.weights.source import FromPt, Source, open_source, open_weights
 from maxdiff.weights.tensors import TORCH_SUFFIXES, Tensors, open_tensors, read_metadata
-from maxdiff.weights.tokenizer import CLIPTokenizer, published_tokenizer, read_tokenizer
+from maxdiff.weights.tokenizer import END, CLIPTokenizer, published_tokenizer, read_tokenizer
 
 PartConfig = UNetConfig | VAEConfig | CLIPTextConfig
 # part -> its network, and how its configuration is read from a dict.
@@ -205,7 +205,7 @@ class SingleFile:
 
     def tokenizer(self, part: str) -> CLIPTokenizer:
         # SD 2.x and SDXL's second tokenizer pad with `!`, as OpenCLIP's token 0 is.
-        return published_tokenizer(*(("!",) if self._is_open_clip(part.replace("tokenizer", "text_encoder")) else ()))
+        return published_tokenizer("!" if self._is_open_clip(part.replace("tokenizer", "text_encoder")) else END)
 
     def scheduler(self) -> dict[str, Any]:
         return original.scheduler_config(self._family or "", self._prediction)

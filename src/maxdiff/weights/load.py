@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxdiff.models.network import Network, Params, ParameterSpec, unflatten
+from maxdiff.models.network import Network, ParameterSpec, Params, unflatten
 from maxdiff.models.network import Path as ParameterPath
 from maxdiff.weights.names import reader, to_torch_shape, torch_key
 from maxdiff.weights.tensors import Tensor
@@ -68,10 +68,13 @@ def _place(read: Callable[[], np.ndarray], shape: tuple[int, ...], dtype: Any, s
     whole = read()
     if isinstance(sharding, jax.sharding.SingleDeviceSharding):
         (device,) = sharding.device_set
-        # Never an alias of the file's pages: they would change with the file, and cannot be donated.
-        return jax.device_put(whole.astype(dtype, copy=False), device, may_alias=False)
-    # astype makes the copy, so the callback never hands out the file's pages either.
-    return jax.make_array_from_callback(shape, sharding, lambda index: whole[index].astype(dtype, order="C", copy=True))
+        # Where the memory is the CPU's own, JAX takes an array that lies in its layout as it is, whatever
+        # `may_alias` says. The file's pages must not be taken: they change with the file.
+        placed = jax.device_put(whole.copy() if whole.flags.c_contiguous else whole, device)
+    else:
+        placed = jax.make_array_from_callback(shape, sharding, lambda index: np.array(whole[index], order="C"))
+    # Converted on the device: half the transfer for a float16 file, and faster than numpy on a CPU too.
+    return placed.astype(dtype)
 
 
 def _compare(wanted: set[str], present: set[str], where: str) -> None:

@@ -104,10 +104,18 @@ def unet_names(config: UNetConfig) -> dict[str, str]:
     """Original module -> diffusers module, for every module that holds blocks or layers."""
     n = len(config.block_out_channels)
     layers = per_block(config.layers_per_block, n, "layers_per_block")
-    names = {"input_blocks.0.0": "conv_in", "time_embed.0": "time_embedding.linear_1", "time_embed.2": "time_embedding.linear_2",
-             "label_emb.0.0": "add_embedding.linear_1", "label_emb.0.2": "add_embedding.linear_2",
-             "out.0": "conv_norm_out", "out.2": "conv_out", "middle_block.0": "mid_block.resnets.0",
-             "middle_block.1": "mid_block.attentions.0", "middle_block.2": "mid_block.resnets.1"}  # fmt: skip
+    names = {
+        "input_blocks.0.0": "conv_in",
+        "time_embed.0": "time_embedding.linear_1",
+        "time_embed.2": "time_embedding.linear_2",
+        "label_emb.0.0": "add_embedding.linear_1",
+        "label_emb.0.2": "add_embedding.linear_2",
+        "middle_block.0": "mid_block.resnets.0",
+        "middle_block.1": "mid_block.attentions.0",
+        "middle_block.2": "mid_block.resnets.1",
+        "out.0": "conv_norm_out",
+        "out.2": "conv_out",
+    }
     block = 1
     for i in range(n):
         for j in range(layers[i]):
@@ -155,7 +163,10 @@ def vae_names(config: VAEConfig) -> dict[str, str]:
     n = len(config.block_out_channels)
     names = {"quant_conv": "quant_conv", "post_quant_conv": "post_quant_conv"}
     for half in ("encoder", "decoder"):
-        names |= {f"{half}.{a}": f"{half}.{b}" for a, b in (("conv_in", "conv_in"), ("norm_out", "conv_norm_out"), ("conv_out", "conv_out"))}
+        names |= {
+            f"{half}.{a}": f"{half}.{b}"
+            for a, b in (("conv_in", "conv_in"), ("norm_out", "conv_norm_out"), ("conv_out", "conv_out"))
+        }
         names |= {f"{half}.mid.block_{j + 1}": f"{half}.mid_block.resnets.{j}" for j in range(2)}
         names[f"{half}.mid.attn_1"] = f"{half}.mid_block.attentions.0"
     for i in range(n):
@@ -181,7 +192,7 @@ def from_diffusers(tensors: Mapping[str, Tensor], names: Mapping[str, str], *, v
     """The opposite of `to_diffusers`."""
     back = {new: old for old, new in names.items()}
 
-    def inner(new: str, old_module: str, rest: str) -> str:
+    def inner(new: str, _: str, rest: str) -> str:
         if "resnets" in new:
             table = {"conv_shortcut": "nin_shortcut"} if vae else {b: a for a, b in RESNET.items()}
         elif vae and "attentions" in new:
@@ -306,7 +317,7 @@ def transformers_to_open_clip(tensors: Mapping[str, Tensor]) -> Tensors:
                 if fused[1] == "q":
                     parts = [tensors[key.replace(".q_proj.", f".{p}_proj.")] for p in "qkv"]
                     shape = (3 * tensor.shape[0], *tensor.shape[1:])
-                    read = lambda parts=parts: np.concatenate([p.read() for p in parts])  # noqa: E731
+                    read = lambda parts=parts: np.concatenate([p.read() for p in parts])
                     result[f"{layer}.attn.in_proj_{fused[2]}"] = Tensor(shape, tensor.dtype, read)
             else:
                 result[f"{layer}.{_replace_module(rest, back)}"] = tensor
@@ -338,5 +349,6 @@ def prediction_type(kind: str, keys: Mapping[str, Tensor], metadata: Mapping[str
     if stated.startswith("eps") or kind != "sd2":
         return "epsilon"
     raise ValueError(
-        f"{path} does not say what its UNet predicts; pass prediction_type=epsilon (SD 2-base) or v_prediction (SD 2.1 at 768 px)"
+        f"{path} does not say what its UNet predicts; "
+        "pass prediction_type=epsilon (SD 2-base) or v_prediction (SD 2.1 at 768 px)"
     )

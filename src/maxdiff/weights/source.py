@@ -14,6 +14,8 @@ FromPt = Literal["auto"] | bool
 TORCH_STEMS = ("diffusion_pytorch_model", "model", "pytorch_model")
 FLAX_FILES = ("diffusion_flax_model.msgpack", "flax_model.msgpack")
 
+HUB_TIMEOUT_SECONDS = 20.0
+
 
 @dataclasses.dataclass(frozen=True)
 class Source:
@@ -84,7 +86,7 @@ def _open_hub(repo: str, revision: str | None) -> Source:
 
     shown = f"{repo} (revision {revision})" if revision else repo
     try:
-        files = tuple(hub.HfApi().list_repo_files(repo, revision=revision))
+        info = hub.HfApi().model_info(repo, revision=revision, timeout=HUB_TIMEOUT_SECONDS)
     except errors.HFValidationError:
         raise FileNotFoundError(f"there is no folder {repo}, and it is no name of a hub repository either") from None
     except errors.GatedRepoError:
@@ -95,9 +97,8 @@ def _open_hub(repo: str, revision: str | None) -> Source:
         raise ValueError(f"the hub's {repo} has no revision={revision}") from None
     except Exception as error:
         # Any failure to reach the hub, whatever its HTTP library calls it: fall back on what was fetched before.
-        try:
-            root = Path(hub.snapshot_download(repo, revision=revision, local_files_only=True))
-        except errors.LocalEntryNotFoundError:
+        root = _cached(repo, revision)
+        if root is None:
             raise FileNotFoundError(
                 f"there is no folder {repo}, the hub cannot be reached ({type(error).__name__}), "
                 f"and {shown} is not in its cache"
@@ -106,12 +107,30 @@ def _open_hub(repo: str, revision: str | None) -> Source:
         return Source(shown, cached, lambda _: root)
 
     def fetch(wanted: Sequence[str]) -> Path:
-        return Path(hub.snapshot_download(repo, revision=revision, allow_patterns=list(wanted)))
+        # By name rather than by commit, so that the cache knows the name when the network is away.
+        root = Path(hub.snapshot_download(repo, revision=revision, allow_patterns=list(wanted)))
+        if root.name != info.sha:
+            raise ValueError(f"{shown} changed on the hub while it was being loaded; start again")
+        return root
 
-    return Source(shown, files, fetch)
+    return Source(shown, tuple(sorted(file.rfilename for file in info.siblings or ())), fetch)
 
 
-def open_weights(source: Source, folder: str, *, from_pt: FromPt = "auto", variant: str | None = None) -> tuple[Tensors, bool, str]:
+def _cached(repo: str, revision: str | None) -> Path | None:
+    """The folder of what was fetched of a repository before, though it is hardly ever all of it."""
+    import huggingface_hub as hub
+    from huggingface_hub import errors
+
+    try:
+        return Path(hub.snapshot_download(repo, revision=revision, local_files_only=True))
+    except errors.LocalEntryNotFoundError as error:
+        partial = getattr(error, "snapshot_path", None)  # huggingface_hub 2 says so of a part
+        return Path(partial) if partial else None
+
+
+def open_weights(
+    source: Source, folder: str, *, from_pt: FromPt = "auto", variant: str | None = None
+) -> tuple[Tensors, bool, str]:
     """Open the weights in a folder of a source: one file, or several with an index.
 
     Args:
@@ -135,7 +154,11 @@ def open_weights(source: Source, folder: str, *, from_pt: FromPt = "auto", varia
             for stem in TORCH_STEMS:
                 index = f"{stem}.{suffix}.index{infix}.json"
                 if f"{stem}{infix}.{suffix}" in present:
-                    return _open_files(source, prefix, [f"{stem}{infix}.{suffix}"]), False, f"{source.name}/{prefix}{stem}{infix}.{suffix}"
+                    return (
+                        _open_files(source, prefix, [f"{stem}{infix}.{suffix}"]),
+                        False,
+                        f"{source.name}/{prefix}{stem}{infix}.{suffix}",
+                    )
                 if index in present:
                     shards = sorted(set(source.json(prefix + index)["weight_map"].values()))
                     return _open_files(source, prefix, shards), False, f"{source.name}/{prefix}{index}"

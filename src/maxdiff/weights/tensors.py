@@ -143,7 +143,7 @@ def write_safetensors(path: Path, tensors: Iterable[tuple[str, Tensor]], metadat
         yield struct.pack("<Q", len(encoded)) + encoded
         for name, tensor in tensors:
             array = np.asarray(tensor.read(), order="C")
-            assert array.shape == tensor.shape and array.dtype == tensor.dtype, name
+            assert (array.shape, array.dtype) == (tensor.shape, tensor.dtype), name
             yield array.reshape(-1).view(np.uint8).data
 
     write_atomically(path, chunks())

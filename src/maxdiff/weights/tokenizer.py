@@ -57,13 +57,18 @@ class CLIPTokenizer:
     def _backend(self) -> Tokenizer:
         pairs = [(a, b) for a, _, b in (merge.partition(" ") for merge in self.merges)]
         backend = Tokenizer(
-            models.BPE(self.vocab, pairs, unk_token=END, continuing_subword_prefix="", end_of_word_suffix="</w>", fuse_unk=False)
+            models.BPE(
+                self.vocab, pairs, unk_token=END, continuing_subword_prefix="", end_of_word_suffix="</w>", fuse_unk=False
+            )
         )
         backend.normalizer = normalizers.Sequence(  # pyright: ignore[reportAttributeAccessIssue]
             [normalizers.NFC(), normalizers.Replace(Regex(r"\s+"), " "), normalizers.Lowercase()]
         )
         backend.pre_tokenizer = pre_tokenizers.Sequence(  # pyright: ignore[reportAttributeAccessIssue]
-            [pre_tokenizers.Split(Regex(WORDS), behavior="removed", invert=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+            [
+                pre_tokenizers.Split(Regex(WORDS), behavior="removed", invert=True),
+                pre_tokenizers.ByteLevel(add_prefix_space=False),
+            ]
         )
         backend.post_processor = processors.RobertaProcessing(  # pyright: ignore[reportAttributeAccessIssue]
             (END, self.vocab[END]), (START, self.vocab[START]), trim_offsets=False, add_prefix_space=False

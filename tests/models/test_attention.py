@@ -1,0 +1,94 @@
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxdiff.models import attention
+
+
+def qkv(queries: int, keys: int, heads: int = 2, dim: int = 40, batch: int = 2):
+    draws = (jax.random.normal(jax.random.key(i), (batch, n, heads, dim)) for i, n in enumerate((queries, keys, keys)))
+    return tuple(draws)
+
+
+def formula(q, k, v, mask=None):
+    """softmax(q k^T / sqrt(d)) v in float64."""
+    q, k, v = (np.asarray(x, np.float64).swapaxes(1, 2) for x in (q, k, v))
+    scores = q @ k.swapaxes(2, 3) / np.sqrt(q.shape[-1])
+    if mask is not None:
+        scores = np.where(mask, scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    return ((weights / weights.sum(-1, keepdims=True)) @ v).swapaxes(1, 2)
+
+
+def test_dot_product_is_the_formula():
+    q, k, v = qkv(6, 9)
+    mask = np.tril(np.ones((6, 9), bool), 2)
+    np.testing.assert_allclose(attention.dot_product(q, k, v), formula(q, k, v), atol=1e-6)
+    np.testing.assert_allclose(attention.dot_product(q, k, v, mask=mask[None, None]), formula(q, k, v, mask), atol=1e-6)
+
+
+def test_softmax_is_float32_in_bfloat16():
+    # One key in 2,000 stands out; a bfloat16 sum of the others' weights would stick far below 1,999.
+    k = jnp.zeros((1, 2000, 1, 8), jnp.bfloat16)
+    v = jnp.ones((1, 2000, 1, 8), jnp.bfloat16).at[0, 0].set(0)
+    out = attention.dot_product(k[:, :1], k, v)
+    np.testing.assert_allclose(out.astype(jnp.float32), 1999 / 2000, rtol=5e-3)
+
+
+@pytest.mark.parametrize(("queries", "keys", "dim"), [(256, 77, 40), (576, 576, 64), (128, 128, 160)])
+def test_splash_equals_dot_product_forward_and_backward(queries: int, keys: int, dim: int):
+    # Interpreted: the very kernel that a TPU runs, padding to blocks of 128 included.
+    args = qkv(queries, keys, dim=dim, batch=1)
+
+    def loss(kernel):
+        return lambda *args: jnp.sum(jnp.sin(kernel(*args)))
+
+    splash = lambda q, k, v: attention.splash(q, k, v, interpret=True)
+    np.testing.assert_allclose(splash(*args), attention.dot_product(*args), atol=2e-6)
+    ours = jax.jit(jax.grad(loss(splash), (0, 1, 2)))(*args)
+    plain = jax.jit(jax.grad(loss(attention.dot_product), (0, 1, 2)))(*args)
+    for a, b in zip(ours, plain, strict=True):
+        np.testing.assert_allclose(a, b, atol=5e-6)
+
+
+def test_flash_falls_back_and_says_so_once(caplog: pytest.LogCaptureFixture):
+    attention._say_once.cache_clear()
+    q, k, v = qkv(8, 8)
+    flash = attention.kernel("flash", platform="cpu")
+    with caplog.at_level(logging.WARNING):
+        first, second = flash(q, k, v), flash(q, k, v)
+    np.testing.assert_array_equal(first, attention.dot_product(q, k, v))
+    np.testing.assert_array_equal(second, first)
+    assert [record.getMessage() for record in caplog.records] == [
+        "attention=flash: there is no flash kernel for cpu; computing dot_product there"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("platform", "queries", "mask", "reason"),
+    [
+        ("tpu", 64, None, "at least 128 queries, not 64"),
+        ("tpu", 256, np.ones((1, 1, 256, 256), bool), "mask"),
+        ("gpu", 256, None, "bfloat16 or float16, not float32"),
+    ],
+)
+def test_flash_names_what_the_kernel_cannot_take(platform, queries, mask, reason, caplog):
+    attention._say_once.cache_clear()
+    args = qkv(queries, queries)
+    with caplog.at_level(logging.WARNING):
+        out = attention.kernel("flash", platform=platform)(*args, mask=mask)
+    np.testing.assert_allclose(out, attention.dot_product(*args), atol=1e-6)
+    assert reason in caplog.text
+
+
+def test_explicit_kernels_refuse_what_they_cannot_take():
+    args = qkv(8, 8)
+    with pytest.raises(ValueError, match="attention=cudnn: .*not float32; use attention=flash or dot_product"):
+        attention.kernel("cudnn")(*args)
+    with pytest.raises(ValueError, match="multiple of 8 up to 128, not 36"):
+        attention.kernel("cudnn")(*(x[..., :36].astype(jnp.bfloat16) for x in args))
+    with pytest.raises(ValueError, match="attention='fast' is not known \\(allowed: dot_product, cudnn, flash\\)"):
+        attention.kernel("fast")
