@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
+.DEFAULT_GOAL := test
 .PHONY: test lint clean
 
 test: $(VENV)/installed

@@ -152,10 +152,14 @@ def main(argv: list[str]) -> int:
                     if i == 0:
                         seconds.clear()  # the first brings the file into the page cache
             ours, theirs = (statistics.median(times[who]) for who in ("ours", "theirs"))
-            print(json.dumps({
-                "case": "speed", "stored": "".join(variant) or "float32", "ours_s": round(ours, 2), "theirs_s": round(theirs, 2),
-                "ratio": round(ours / theirs, 2), "spread": {k: [round(min(v), 2), round(max(v), 2)] for k, v in times.items()},
-            }), flush=True)  # fmt: skip
+            case = {
+                "case": "speed",
+                "stored": "".join(variant) or "float32",
+                "ours_s": round(ours, 2),
+                "theirs_s": round(theirs, 2),
+            }
+            spread = {who: [round(min(seconds), 2), round(max(seconds), 2)] for who, seconds in times.items()}
+            print(json.dumps({**case, "ratio": round(ours / theirs, 2), "spread": spread}), flush=True)
     with tempfile.TemporaryDirectory() as scratch:
         subprocess.run([sys.executable, "-c", WRITE_SDXL, scratch], check=True, stderr=subprocess.DEVNULL)
         print(json.dumps({"case": "memory", "network": "sdxl-unet", **run("memory", scratch)}), flush=True)

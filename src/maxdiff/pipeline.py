@@ -36,7 +36,7 @@ PIPELINE_CLASSES = ("StableDiffusionPipeline", "StableDiffusionXLPipeline", "Sta
 class Part:
     """A network and its parameters.
 
-    >>> text = pipeline.text_encoder(ids)                      # jit what you call often
+    >>> text = pipeline.text_encoder(ids)
     >>> mean, logvar = pipeline.vae(images, method="encode")
     """
 
@@ -44,8 +44,8 @@ class Part:
     params: Params
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the network on these parameters."""
-        return self.network.apply(self.params, *args, **kwargs)
+        """Call the network on these parameters; compiled once for each shape of the inputs."""
+        return self.network.jitted(self.params, *args, **kwargs)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -165,5 +165,5 @@ def _splash(q, k, v, interpret=False):
             q=(jnp.arange(q.shape[2]) < queries).astype(jnp.int32),
             kv=(jnp.arange(k.shape[2]) < keys).astype(jnp.int32),
         )
-    out = jax.vmap(lambda q, k, v: attend(q, k, v, segments))(q, k, v)
+    out: Any = jax.vmap(lambda q, k, v: attend(q, k, v, segments))(q, k, v)
     return out.swapaxes(1, 2)[:, :queries]

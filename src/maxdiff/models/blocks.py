@@ -3,6 +3,8 @@
 Images are [b h w c], tokens [b l c].
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -86,6 +88,7 @@ class GEGLU(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         constrain, precision = self.compute.constrain, self.compute.precision
+        assert self.proj.bias is not None
         kernel = self.compute.weight(self.proj.kernel)
         kernel = constrain(kernel.reshape(kernel.shape[0], 2, -1), (None, None, "mlp"))
         bias = self.compute.weight(self.proj.bias).reshape(2, 1, 1, -1)
@@ -99,7 +102,8 @@ class FeedForward(nnx.Module):
 
     def __init__(self, channels: int, compute: Compute):
         hidden = 4 * channels
-        self.net = nnx.List([GEGLU(channels, hidden, compute), None, Linear(hidden, channels, compute, ("mlp", "embed"))])
+        # Index 1 is the dropout of the originals, which has no parameters.
+        self.net: Any = nnx.List([GEGLU(channels, hidden, compute), None, Linear(hidden, channels, compute, ("mlp", "embed"))])
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.net[2](self.net[0](x))

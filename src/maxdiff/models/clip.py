@@ -78,7 +78,8 @@ class CLIPTextConfig:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], where: str = "text_encoder") -> "CLIPTextConfig":
         """Read transformers' keys; ValueError names `where`, key and value for what we don't support."""
-        return read_config(cls, values, where, ignore_unknown=True)
+        names = [name.removeprefix("Flax") for name in values.get("architectures") or ("CLIPTextModel",)]
+        return read_config(cls, {**values, "architectures": names}, where, ignore_unknown=True)
 
     def to_dict(self) -> dict[str, Any]:
         """transformers' config.json."""

@@ -6,12 +6,18 @@ from typing import Any, TypeVar
 
 C = TypeVar("C")
 
+# How to compute rather than what, written by diffusers' and MaxDiffusion's Flax networks: no matter here.
+FLAX_RUNTIME = frozenset(
+    ("dtype", "weights_dtype", "precision", "mesh", "split_head_dim", "use_memory_efficient_attention", "attention_kernel",
+     "flash_min_seq_length", "flash_block_sizes")
+)  # fmt: skip
+
 
 def read_config(cls: type[C], values: Mapping[str, Any], where: str, *, ignore_unknown: bool = False) -> C:
     """Make `cls`, a frozen dataclass, from a dict with the checkpoint's keys.
 
     `cls.FIXED` maps keys that have no field to the values that we compute correctly (the first is
-    the default). Keys that begin with an underscore are the writer's notes and are skipped.
+    the default). Keys that begin with an underscore are the writer's notes and are skipped, as are FLAX_RUNTIME.
 
     Args:
         where: the file's name, for messages.
@@ -26,7 +32,7 @@ def read_config(cls: type[C], values: Mapping[str, Any], where: str, *, ignore_u
     chosen = {}
     for key, value in values.items():
         value = _tuples(value)
-        if key.startswith("_"):
+        if key.startswith("_") or key in FLAX_RUNTIME:
             continue
         if key in fields:
             chosen[key] = value

@@ -48,7 +48,7 @@ def _count(jaxpr: core.Jaxpr) -> Flops:
     total = Flops()
     for equation in jaxpr.eqns:
         name, params = equation.primitive.name, equation.params
-        shapes = [getattr(x.aval, "shape", ()) for x in (*equation.invars[:2], *equation.outvars[:1])]
+        shapes: list[Any] = [getattr(x.aval, "shape", ()) for x in (*equation.invars[:2], *equation.outvars[:1])]
         if name == "conv_general_dilated":
             _, kernel, output = shapes
             out_channels = kernel[params["dimension_numbers"].rhs_spec[0]]

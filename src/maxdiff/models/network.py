@@ -1,6 +1,7 @@
 """A network as a pure function of its parameters."""
 
 import dataclasses
+import functools
 import math
 import zlib
 from collections import defaultdict
@@ -52,6 +53,11 @@ class Network:
     def apply(self, params: Params, *args: Any, method: str = "__call__", **kwargs: Any) -> Any:
         """Call the network's `method` with these parameters: a pure function, to be jitted."""
         return getattr(nnx.merge(self._graphdef, params), method)(*args, **kwargs)
+
+    @functools.cached_property
+    def jitted(self) -> Callable[..., Any]:
+        """`apply`, compiled once for each shape of its inputs."""
+        return jax.jit(self.apply, static_argnames="method")
 
     def with_compute(self, compute: Compute) -> "Network":
         """The same network computing in another way; parameters serve both."""

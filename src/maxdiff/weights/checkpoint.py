@@ -89,7 +89,10 @@ class Folder:
         if folder is None:
             raise FileNotFoundError(f"{self.source.name} has no file {part}/config.json")
         file = f"{folder}config.json"
-        return PARTS[part][1](self.source.json(file), f"{self.source.name}/{file}")
+        values = self.source.json(file)
+        if part.startswith("text_encoder") and not values.get("architectures") and part in self.index():
+            values["architectures"] = [self.index()[part][1]]  # whether there is a projection
+        return PARTS[part][1](values, f"{self.source.name}/{file}")
 
     def tensors(self, part: str) -> tuple[Tensors, str]:
         folder = (self._folder(part, "config.json") or "").rstrip("/")

@@ -118,6 +118,8 @@ def read_tokenizer(source: Source, folder: str) -> CLIPTokenizer:
     if kind not in ("CLIPTokenizer", "CLIPTokenizerFast"):
         raise ValueError(f"{source.name}/{prefix}tokenizer_config.json: tokenizer_class={kind!r} is not supported "
                          "(allowed: 'CLIPTokenizer')")  # fmt: skip
+    if source.has(f"{prefix}added_tokens.json"):
+        raise ValueError(f"{source.name}/{prefix}added_tokens.json: added tokens (textual inversion) are not supported")
     special = source.json(f"{prefix}special_tokens_map.json") if source.has(f"{prefix}special_tokens_map.json") else {}
     pad = _token(special.get("pad_token") or config.get("pad_token") or END)
     max_length = min(int(config.get("model_max_length") or 77), 77)
@@ -125,9 +127,13 @@ def read_tokenizer(source: Source, folder: str) -> CLIPTokenizer:
         vocab = source.json(f"{prefix}vocab.json")
         merges = _merges(source.local(f"{prefix}merges.txt").read_text(encoding="utf-8"))
     elif source.has(f"{prefix}tokenizer.json"):
-        model = source.json(f"{prefix}tokenizer.json")["model"]
-        vocab = model["vocab"]
-        merges = tuple(m if isinstance(m, str) else " ".join(m) for m in model["merges"])
+        whole = source.json(f"{prefix}tokenizer.json")
+        vocab = whole["model"]["vocab"]
+        merges = tuple(m if isinstance(m, str) else " ".join(m) for m in whole["model"]["merges"])
+        if extra := [t["content"] for t in whole.get("added_tokens", ()) if t["content"] not in vocab]:
+            raise ValueError(
+                f"{source.name}/{prefix}tokenizer.json: added tokens {extra} (textual inversion) are not supported"
+            )
     else:
         raise FileNotFoundError(f"{source.name} has neither {prefix}vocab.json nor {prefix}tokenizer.json")
     return CLIPTokenizer(vocab, merges, pad, max_length)
