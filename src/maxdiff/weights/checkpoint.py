@@ -30,6 +30,9 @@ PARTS: dict[str, tuple[type, Callable[[Mapping[str, Any], str], PartConfig]]] = 
     "text_encoder_2": (CLIPTextModel, CLIPTextConfig.from_dict),
 }
 TOKENIZERS = ("tokenizer", "tokenizer_2")
+# What diffusers notes in a part's config.json.
+CLASS_NAMES = {"unet": "UNet2DConditionModel", "vae": "AutoencoderKL"}
+PREDICTION_TYPES = ("epsilon", "v_prediction", "sample")
 
 
 def make_network(part: str, config: PartConfig, compute: Compute | None = None) -> Network:
@@ -90,6 +93,10 @@ class Folder:
             raise FileNotFoundError(f"{self.source.name} has no file {part}/config.json")
         file = f"{folder}config.json"
         values = self.source.json(file)
+        written_as = values.get("_class_name", "").removeprefix("Flax")
+        if part in CLASS_NAMES and written_as not in ("", CLASS_NAMES[part]):
+            raise ValueError(f"{self.source.name}/{file}: _class_name={written_as!r} is no {part} that we know "
+                             f"(allowed: {CLASS_NAMES[part]!r})")  # fmt: skip
         if part.startswith("text_encoder") and not values.get("architectures") and part in self.index():
             values["architectures"] = [self.index()[part][1]]  # whether there is a projection
         return PARTS[part][1](values, f"{self.source.name}/{file}")
@@ -227,6 +234,8 @@ def open_checkpoint(
         FileNotFoundError: if there is none.
         ValueError: if it is damaged, or is not a model.
     """
+    if prediction_type not in (None, *PREDICTION_TYPES):
+        raise ValueError(f"prediction_type={prediction_type!r} is not supported (allowed: {', '.join(PREDICTION_TYPES)})")
     path = Path(name).expanduser()
     if path.is_file():
         if path.suffix not in (".safetensors", ".msgpack", *TORCH_SUFFIXES):

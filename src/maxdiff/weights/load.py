@@ -1,5 +1,6 @@
 """From an open file to a parameter tree on its devices, tensor by tensor."""
 
+import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -17,7 +18,7 @@ from maxdiff.weights.tensors import Tensor
 Placement = Callable[[ParameterPath, ParameterSpec], jax.sharding.Sharding]
 
 # Tensors in flight at once. Each may need a transposed copy of its slice in host memory.
-THREADS = 2
+THREADS = min(8, os.cpu_count() or 1)
 MAX_LISTED = 8
 
 
@@ -39,8 +40,10 @@ def load_params(
             Each process reads only the slices of its own devices.
 
     Raises:
-        ValueError: listing the keys that are missing, surplus, or of the wrong shape.
+        ValueError: if dtype is no floating-point type, or listing the keys that are missing, surplus, or of the wrong shape.
     """
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"dtype={dtype!r} is not supported (allowed: floating-point types, such as float32 and bfloat16)")
     wanted = {path: torch_key(path) for path in network.specs}
     _compare(set(wanted.values()), set(tensors), where)
     reads, misfits = {}, []
@@ -52,7 +55,7 @@ def load_params(
     if misfits:
         raise ValueError(f"{where}: {_listed(misfits, 'tensors have the wrong shape')}")
 
-    default = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
 
     def place(path: ParameterPath) -> jax.Array:
         spec = network.specs[path]

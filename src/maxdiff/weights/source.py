@@ -146,30 +146,28 @@ def open_weights(
         FileNotFoundError: if there are no such weights, saying what is there.
         ValueError: if a file is damaged.
     """
+    if from_pt not in ("auto", True, False):
+        raise ValueError(f"from_pt={from_pt!r} is not supported (allowed: 'auto', True, False)")
     prefix = f"{folder}/" if folder else ""
-    present = [f.removeprefix(prefix) for f in source.files if f.startswith(prefix) and "/" not in f.removeprefix(prefix)]
     infix = f".{variant}" if variant else ""
+    present = [f.removeprefix(prefix) for f in source.files if f.startswith(prefix) and "/" not in f.removeprefix(prefix)]
+    candidates: list[str] = []
     if from_pt in ("auto", True):
         for suffix in ("safetensors", "bin"):
             for stem in TORCH_STEMS:
-                index = f"{stem}.{suffix}.index{infix}.json"
-                if f"{stem}{infix}.{suffix}" in present:
-                    return (
-                        _open_files(source, prefix, [f"{stem}{infix}.{suffix}"]),
-                        False,
-                        f"{source.name}/{prefix}{stem}{infix}.{suffix}",
-                    )
-                if index in present:
-                    shards = sorted(set(source.json(prefix + index)["weight_map"].values()))
-                    return _open_files(source, prefix, shards), False, f"{source.name}/{prefix}{index}"
+                candidates += [f"{stem}{infix}.{suffix}", f"{stem}.{suffix}.index{infix}.json"]
     if from_pt in ("auto", False) and not variant:
-        for file in FLAX_FILES:
-            if file in present:
-                return _open_files(source, prefix, [file]), True, f"{source.name}/{prefix}{file}"
-    asked = {"auto": "weights", True: "PyTorch weights (from_pt=true)", False: "Flax weights (from_pt=false)"}[from_pt]
-    asked += f" of variant={variant}" if variant else ""
-    there = ", ".join(present) or "nothing"
-    raise FileNotFoundError(f"{source.name} has no {asked} in {folder or 'its folder'}; there is: {there}")
+        candidates += FLAX_FILES
+    found = next((file for file in candidates if file in present), None)
+    if found is None:
+        asked = {"auto": "weights", True: "PyTorch weights (from_pt=true)", False: "Flax weights (from_pt=false)"}[from_pt]
+        asked += f" of variant={variant}" if variant else ""
+        there = ", ".join(present) or "nothing"
+        raise FileNotFoundError(f"{source.name} has no {asked} in {folder or 'its folder'}; there is: {there}")
+    files = [found]
+    if found.endswith(".json"):
+        files = sorted(set(source.json(prefix + found)["weight_map"].values()))
+    return _open_files(source, prefix, files), found in FLAX_FILES, f"{source.name}/{prefix}{found}"
 
 
 def _open_files(source: Source, prefix: str, names: Sequence[str]) -> Tensors:
