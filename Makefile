@@ -1,14 +1,18 @@
 # make test   set up a virtual environment and pass all tests
+# make demo   show what works: every network, small and with random weights, beside PyTorch's
 # make lint   ruff and pyright
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := test
-.PHONY: test lint clean
+.PHONY: test demo lint clean
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest
+
+demo: $(VENV)/installed
+	$(BIN)/python benchmarks/parity.py
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

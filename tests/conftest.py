@@ -53,7 +53,7 @@ def make_pipeline(kind: str, scratch: Path) -> Any:
     act = "gelu" if kind == "sd2" else "quick_gelu"
     parts: dict[str, Any] = {
         "unet": diffusers.UNet2DConditionModel(**UNETS[kind]),
-        "vae": diffusers.AutoencoderKL(**VAE),
+        "vae": diffusers.AutoencoderKL(**VAE, **({"scaling_factor": 0.13025} if kind == "sdxl" else {"force_upcast": False})),
         "text_encoder": transformers.CLIPTextModel(transformers.CLIPTextConfig(**TEXT, hidden_act=act)),
         "tokenizer": tokenizer("!" if kind == "sd2" else END),
         "scheduler": diffusers.DDIMScheduler(

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.numpy
 import torch
 
 import maxdiff
@@ -90,6 +91,81 @@ def test_saving_over_an_older_folder_leaves_nothing_that_shadows_it(diffusers_pi
     assert jax.tree.all(jax.tree.map(np.array_equal, again.unet.params, pipeline.unet.params))
 
 
+def test_saving_over_another_family_leaves_that_family_behind(folders: dict[str, Path], tmp_path: Path):
+    folder = shutil.copytree(folders["sdxl"], tmp_path / "x")  # its tokenizers are tokenizer.json alone
+    unet = folder / "unet" / "diffusion_pytorch_model.safetensors"
+    shutil.copy(unet, unet.with_suffix(".fp16.safetensors"))
+    pipeline = maxdiff.Pipeline.load(folders["sd1"])
+    pipeline.save(folder)
+    again = maxdiff.Pipeline.load(folder)
+    assert again.text_encoder_2 is None
+    assert jax.tree.all(jax.tree.map(np.array_equal, again.unet.params, pipeline.unet.params))
+    assert sorted(os.listdir(folder / "unet")) == ["config.json", "diffusion_pytorch_model.safetensors"]
+    assert "tokenizer.json" not in os.listdir(folder / "tokenizer")
+
+
+def test_a_part_that_the_index_lists_must_be_there(folders: dict[str, Path], tmp_path: Path):
+    folder = shutil.copytree(folders["sdxl"], tmp_path / "x")
+    shutil.rmtree(folder / "text_encoder_2")
+    with pytest.raises(FileNotFoundError, match="has no file text_encoder_2/config.json"):
+        maxdiff.Pipeline.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": jnp.int32}, r"dtype=int32 is not supported \(allowed: float32, bfloat16, float16\)"),
+        ({"dtype": np.float64}, "dtype=float64 is not supported"),
+        ({"prediction_type": "foo"}, r"prediction_type='foo' is not supported \(allowed: epsilon, v_prediction, sample\)"),
+        ({"from_pt": "true"}, r"from_pt='true' is not supported \(allowed: 'auto', True, False\)"),
+        ({"sources": {"unett": "x"}}, r"sources: 'unett' is no part of a pipeline \(allowed: unet, vae, "),
+    ],
+)
+def test_bad_options_are_named_first(options: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        maxdiff.Pipeline.load("/nowhere", **options)
+
+
+def test_options_that_a_single_file_cannot_serve(folders: dict[str, Path], tmp_path: Path):
+    file = tmp_path / "x.safetensors"
+    maxdiff.Pipeline.load(folders["sd1"]).save_single_file(file)
+    with pytest.raises(ValueError, match="from_pt=False: .* holds PyTorch weights"):
+        maxdiff.Pipeline.load(file, from_pt=False)
+    with pytest.raises(ValueError, match="variant=fp16: .* has no variants"):
+        maxdiff.Pipeline.load(file, variant="fp16")
+    with pytest.raises(FileNotFoundError, match="there is no file .*/y.safetensors"):
+        maxdiff.Pipeline.load(tmp_path / "y.safetensors")
+    for save in ("save", "save_single_file"):
+        with pytest.raises(ValueError, match="dtype=int8 is not supported"):
+            getattr(maxdiff.Pipeline.load(file), save)(file, dtype=jnp.int8)
+
+
+def test_parts_that_are_not_made_for_each_other(folders: dict[str, Path], tmp_path: Path):
+    sd1 = folders["sd1"]
+    with pytest.raises(ValueError, match="cross_attention_dim=192 is not the text encoders' width 64"):
+        maxdiff.Pipeline.load(sd1, sources={"unet": folders["sdxl"]})
+    with pytest.raises(
+        ValueError, match=r"_class_name='AutoencoderKL' is no unet that we know \(allowed: 'UNet2DConditionModel'\)"
+    ):
+        maxdiff.Pipeline.load(sd1, sources={"unet": sd1 / "vae"})
+    with pytest.raises(ValueError, match="_class_name='UNet2DConditionModel' is no text_encoder"):
+        maxdiff.Pipeline.load(sd1, sources={"text_encoder": sd1 / "unet"})
+    vae = safetensors.numpy.load_file(sd1 / "vae" / "diffusion_pytorch_model.safetensors")
+    safetensors.numpy.save_file({k: v.astype(np.int8) for k, v in vae.items()}, tmp_path / "vae.safetensors")
+    with pytest.raises(ValueError, match="tensors do not fit: .* has dtype int8, no floating-point numbers"):
+        maxdiff.Pipeline.load(sd1, sources={"vae": tmp_path / "vae.safetensors"})
+
+
+def test_a_variant_of_some_parts_alone(folders: dict[str, Path], tmp_path: Path):
+    folder = shutil.copytree(folders["sd1"], tmp_path / "x")
+    plain = maxdiff.Pipeline.load(folder)
+    unet = folder / "unet" / "diffusion_pytorch_model.safetensors"
+    unet.rename(unet.with_suffix(".non_ema.safetensors"))
+    found = maxdiff.Pipeline.load(folder, variant="non_ema")
+    assert jax.tree.all(jax.tree.map(np.array_equal, found.unet.params, plain.unet.params))
+    assert jax.tree.all(jax.tree.map(np.array_equal, found.vae.params, plain.vae.params))
+
+
 def test_parts_from_elsewhere(folders: dict[str, Path], tmp_path: Path):
     other = maxdiff.Pipeline.load(folders["sd2"])
     other.save(tmp_path / "other")
@@ -106,8 +182,6 @@ def test_parts_from_elsewhere(folders: dict[str, Path], tmp_path: Path):
     assert mixed.vae.network.config.block_out_channels == (32, 64)
     assert mixed.tokenizer.pad_token == "!"
     assert mixed.scheduler["prediction_type"] == "v_prediction"
-    with pytest.raises(ValueError, match="sources: 'unett' is no part of a pipeline \\(allowed: unet, vae, "):
-        maxdiff.Pipeline.load(folders["sd1"], sources={"unett": "x"})
 
 
 def test_prediction_type_overrides_the_scheduler(folders: dict[str, Path]):

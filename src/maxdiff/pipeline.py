@@ -14,11 +14,11 @@ import numpy as np
 from maxdiff.models.layers import Compute
 from maxdiff.models.network import Network, Params, flatten
 from maxdiff.weights import original
-from maxdiff.weights.checkpoint import PARTS, TOKENIZERS, Checkpoint, make_network, open_checkpoint
-from maxdiff.weights.load import Placement, load_params
+from maxdiff.weights.checkpoint import PARTS, TOKENIZERS, Checkpoint, PartConfig, make_network, open_checkpoint
+from maxdiff.weights.load import Placement, check_params, load_params
 from maxdiff.weights.names import to_torch, to_torch_shape, torch_key
 from maxdiff.weights.source import FromPt
-from maxdiff.weights.tensors import Tensor, Tensors, write_atomically, write_safetensors
+from maxdiff.weights.tensors import SUFFIXES, Tensor, Tensors, write_atomically, write_safetensors
 from maxdiff.weights.tokenizer import CLIPTokenizer
 
 logger = logging.getLogger(__name__)
@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 # File names in a diffusers folder, and which library loads the part.
 WEIGHTS = {"unet": "diffusion_pytorch_model", "vae": "diffusion_pytorch_model",
            "text_encoder": "model", "text_encoder_2": "model"}  # fmt: skip
+FLOATS = tuple(np.dtype(dtype) for dtype in (jnp.float32, jnp.bfloat16, jnp.float16))
 # diffusers asks a pipeline which version wrote it, to warn of layouts that later changed.
 DIFFUSERS_VERSION = "0.42.1"
 PIPELINE_CLASSES = ("StableDiffusionPipeline", "StableDiffusionXLPipeline", "StableDiffusionInpaintPipeline",
@@ -86,11 +87,12 @@ class Pipeline:
 
         Args:
             name: a local folder or file if there is one, else a repository on the hub.
-            revision: the hub's branch, tag or commit.
-            variant: the infix of a second set of weights, such as fp16.
-            from_pt: True for PyTorch weights, False for Flax weights, "auto" for what is there.
+            revision: the branch, tag or commit, if `name` is a hub repository.
+            variant: the infix of a second set of weights in `name`, such as fp16.
+            from_pt: True for PyTorch weights in `name`, False for Flax weights, "auto" for what is there.
             sources: parts from elsewhere, part -> folder, repository or file: {"vae": "stabilityai/sd-vae-ft-mse"}.
-                A source may be a whole pipeline or the part alone.
+                A source may be a whole pipeline or the part alone; a file of bare weights takes the
+                configuration that `name` has for the part.
             prediction_type: `epsilon`, `v_prediction` or `sample`, over what the checkpoint says.
             dtype: of the parameters.
             compute: how the networks compute (dtype of activations, attention kernel, ...).
@@ -98,79 +100,85 @@ class Pipeline:
 
         Raises:
             FileNotFoundError: if a source or a file in it is missing.
-            ValueError: if a file is damaged, a configuration unsupported, or weights don't fit it.
+            ValueError: if a file is damaged, a configuration or option unsupported, weights don't fit the
+                configuration, or parts don't fit each other.
         """
-        options: dict[str, Any] = {"variant": variant, "from_pt": from_pt, "prediction_type": prediction_type}
-        main = open_checkpoint(name, revision=revision, **options)
-        sources = dict(sources or {})
-        allowed = (*PARTS, *TOKENIZERS, "scheduler")
-        for part in sources:
-            if part not in allowed:
-                raise ValueError(f"sources: {part!r} is no part of a pipeline (allowed: {', '.join(allowed)})")
-        opened = {part: open_checkpoint(source, **options) for part, source in sources.items()}
+        _check_dtype(dtype)
+        for part in sources or ():
+            if part not in (*PARTS, *TOKENIZERS, "scheduler"):
+                allowed = ", ".join((*PARTS, *TOKENIZERS, "scheduler"))
+                raise ValueError(f"sources: {part!r} is no part of a pipeline (allowed: {allowed})")
+        options: dict[str, Any] = {"prediction_type": prediction_type}
+        main = open_checkpoint(name, revision=revision, variant=variant, from_pt=from_pt, **options)
+        opened = {part: open_checkpoint(source, **options) for part, source in (sources or {}).items()}
+        for part, checkpoint in opened.items():
+            if not checkpoint.has(part):
+                raise ValueError(f"sources: {(sources or {})[part]} has no {part}")
 
         def origin(part: str) -> Checkpoint:
             return opened.get(part, main)
 
-        second = origin("text_encoder_2").has("text_encoder_2") if "text_encoder_2" in opened else main.has("text_encoder_2")
-        networks = [part for part in PARTS if part != "text_encoder_2" or second]
-        # Everything small first: a mistake is reported before gigabytes are read.
-        built = {part: _network(part, origin(part), main, sources.get(part, name), compute) for part in networks}
-        tokenizers: dict[str, Any] = {part: origin(part).tokenizer(part) for part in TOKENIZERS[: 2 if second else 1]}
+        two = origin("text_encoder_2").has("text_encoder_2")
+        names = [part for part in PARTS if part != "text_encoder_2" or two]
+        # All that is small first: a mistake is reported before gigabytes are read.
+        networks = {part: make_network(part, _config(part, origin(part), main, name), compute) for part in names}
+        _check_fit({part: network.config for part, network in networks.items()})
+        tokenizers: dict[str, Any] = {part: origin(part).tokenizer(part) for part in TOKENIZERS[: 1 + two]}
         scheduler = origin("scheduler").scheduler()
         if prediction_type:
             scheduler["prediction_type"] = prediction_type
-        tensors = {part: origin(part).tensors(part) for part in networks}
-        parts: dict[str, Any] = {}
-        for part in networks:
-            params = load_params(built[part], *tensors[part], dtype=dtype, placement=placement)
-            parts[part] = Part(built[part], params)
+        tensors = {part: origin(part).tensors(part) for part in names}
+        for part in names:
+            check_params(networks[part], *tensors[part])
+        parts: dict[str, Any] = {
+            part: Part(networks[part], load_params(networks[part], *tensors[part], dtype=dtype, placement=placement))
+            for part in names
+        }
         return cls(scheduler=scheduler, index=main.index(), **parts, **tokenizers)
 
     def save(self, folder: str | Path, *, dtype: Any = None) -> None:
         """Write a diffusers folder that `from_pretrained` loads; `dtype` converts the weights.
 
-        Each file appears whole or not at all, the weights first and model_index.json last.
+        Each file appears whole or not at all, the weights first and model_index.json last. Older weights and
+        tokenizers in the folder, which a loader might prefer, are removed; other files stay.
 
         Raises:
+            ValueError: for a dtype that is not floating-point.
             OSError: if the disk is full or the folder not writable.
         """
+        _check_dtype(dtype)
         folder = Path(folder).expanduser()
         for name, part in self.networks():
-            file = folder / name / f"{WEIGHTS[name]}.safetensors"
-            write_safetensors(file, export_tensors(part, dtype).items(), {"format": "pt"})
+            file = f"{WEIGHTS[name]}.safetensors"
+            write_safetensors(folder / name / file, export_tensors(part, dtype).items(), {"format": "pt"})
             _write_json(folder / name / "config.json", part.network.config.to_dict())
-            _remove_stale(file)
+            _remove_stale(folder / name, {file, "config.json"})
         for name, tokenizer in (("tokenizer", self.tokenizer), ("tokenizer_2", self.tokenizer_2)):
             if tokenizer is not None:
-                tokenizer.save(folder / name)
+                _remove_stale(folder / name, set(tokenizer.save(folder / name)))
         _write_json(folder / "scheduler" / "scheduler_config.json", self.scheduler)
         _write_json(folder / "model_index.json", self._model_index())
 
     def save_single_file(self, path: str | Path, *, dtype: Any = None) -> None:
         """Write one .safetensors file in the layout of the original code.
 
+        The layout has no room for a configuration, and of the scheduler it keeps the prediction type alone.
+
         Raises:
-            ValueError: if `path` has another suffix.
+            ValueError: if `path` has another suffix, `dtype` is not floating-point, or the networks are not
+                those that a reader of the layout would take them for.
             OSError: if the disk is full or the folder not writable.
         """
+        _check_dtype(dtype)
         path = Path(path).expanduser()
         if path.suffix != ".safetensors":
             raise ValueError(f"{path}: a single file is written as .safetensors")
-        parts = {name: export_tensors(part, dtype) for name, part in self.networks()}
-        unet, vae = self.unet.network.config, self.vae.network.config
-        tensors = _prefixed(original.UNET, original.from_diffusers(parts["unet"], original.unet_names(unet), vae=False))
-        tensors |= _prefixed(original.VAE, original.from_diffusers(parts["vae"], original.vae_names(vae), vae=True))
-        if self.text_encoder_2 is not None:
-            tensors |= _prefixed(original.CLIP_L["sdxl"], parts["text_encoder"])
-            tensors |= _prefixed(original.OPEN_CLIP["sdxl"], original.transformers_to_open_clip(parts["text_encoder_2"]))
-        elif unet.use_linear_projection:
-            tensors |= _prefixed(original.OPEN_CLIP["sd2"], original.transformers_to_open_clip(parts["text_encoder"]))
-        else:
-            tensors |= _prefixed(original.CLIP_L["sd1"], parts["text_encoder"])
         stated = {"epsilon": "epsilon", "v_prediction": "v"}.get(self.scheduler.get("prediction_type", "epsilon"))
-        metadata = {"format": "pt"} | ({"modelspec.prediction_type": stated} if stated else {})
-        write_safetensors(path, tensors.items(), metadata)
+        if stated is None:
+            raise ValueError(f"{path}: the layout cannot say prediction_type={self.scheduler['prediction_type']!r}")
+        configs = {name: part.network.config for name, part in self.networks()}
+        tensors = original.join({name: export_tensors(part, dtype) for name, part in self.networks()}, configs, path)
+        write_safetensors(path, tensors.items(), {"format": "pt", "modelspec.prediction_type": stated})
 
     def networks(self) -> Iterator[tuple[str, Part]]:
         """(name, part) of every network there is."""
@@ -201,12 +209,34 @@ class Pipeline:
         return index
 
 
-def _network(part: str, checkpoint: Checkpoint, main: Checkpoint, name: Any, compute: Compute | None) -> Network:
-    """The part's network; a bare file of weights has the configuration that the main checkpoint gives the part."""
-    config = checkpoint.config(part) or main.config(part)
+def _config(part: str, checkpoint: Checkpoint, main: Checkpoint, name: Any) -> PartConfig:
+    """The part's configuration; a bare file of weights has the one that the main checkpoint gives the part."""
+    config = None
+    if not checkpoint.bare:
+        config = checkpoint.config(part)
+    elif checkpoint is not main:
+        config = main.config(part) if main.has(part) else checkpoint.config(part)
     if config is None:
-        raise ValueError(f"{name} holds the weights of one part alone; name it in sources={{{part!r}: ...}} of a pipeline")
-    return make_network(part, config, compute)
+        raise ValueError(f"{name} is no whole checkpoint; name it as one of the sources={{{part!r}: ...}} of a pipeline")
+    return config
+
+
+def _check_fit(configs: Mapping[str, Any]) -> None:
+    """Raise ValueError where two parts are not made for each other."""
+    unet, vae = configs["unet"], configs["vae"]
+    widths = [configs[part].hidden_size for part in ("text_encoder", "text_encoder_2") if part in configs]
+    if sum(widths) != unet.cross_attention_dim:
+        shown = " + ".join(map(str, widths))
+        raise ValueError(f"the unet's cross_attention_dim={unet.cross_attention_dim} is not the text encoders' width {shown}")
+    if unet.out_channels not in (vae.latent_channels, 2 * vae.latent_channels):
+        raise ValueError(
+            f"the unet's out_channels={unet.out_channels} don't fit the vae's latent_channels={vae.latent_channels}"
+        )
+
+
+def _check_dtype(dtype: Any) -> None:
+    if dtype is not None and np.dtype(dtype) not in FLOATS:
+        raise ValueError(f"dtype={np.dtype(dtype).name} is not supported (allowed: {', '.join(d.name for d in FLOATS)})")
 
 
 def export_tensors(part: Part, dtype: Any = None) -> Tensors:
@@ -222,18 +252,14 @@ def _export(path: tuple, leaf: jax.Array, dtype: np.dtype) -> tuple[str, Tensor]
     return torch_key(path), Tensor(leaf.shape, dtype, lambda: np.asarray(leaf).astype(dtype, copy=False))
 
 
-def _prefixed(prefix: str, tensors: Tensors) -> Tensors:
-    return {prefix + key: tensor for key, tensor in tensors.items()}
-
-
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
     write_atomically(path, [json.dumps(value, indent=2).encode() + b"\n"])
 
 
-def _remove_stale(written: Path) -> None:
-    """Remove an index and its shards from an earlier save, which a loader might prefer to `written`."""
-    stem = written.name.removesuffix(".safetensors")
-    for pattern in (f"{stem}.safetensors.index.json", f"{stem}-?????-of-?????.safetensors"):
-        for file in written.parent.glob(pattern):
-            logger.info("removing %s, which %s replaces", file, written.name)
+def _remove_stale(folder: Path, written: set[str]) -> None:
+    """Remove other weights (variants, shards, pickles) and tokenizers of a part: they are an older model's."""
+    for file in sorted(folder.iterdir()):
+        known = file.suffix in SUFFIXES or ".index." in file.name or file.name in ("tokenizer.json", "added_tokens.json")
+        if known and file.name not in written and not file.name.startswith("."):
+            logger.info("removing %s, which belongs to an older model", file)
             file.unlink()

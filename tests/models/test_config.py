@@ -23,7 +23,13 @@ from maxdiff.models.vae import VAEConfig
         (UNetConfig, {"layers_per_block": [2, 2]}, "layers_per_block=(2, 2) has 2 values for 4 blocks"),
         (UNetConfig, {"cross_attention_dim": [768, 1, 1, 1]}, "cross_attention_dim=(768, 1, 1, 1) is not supported"),
         (UNetConfig, {"down_block_types": ["AttnDownBlock2D"] * 4}, "down_block_types='AttnDownBlock2D' is not supported"),
-        (UNetConfig, {"attention_head_dim": "8"}, "attention_head_dim='8' is not supported"),
+        (UNetConfig, {"attention_head_dim": "8"}, "attention_head_dim='8' is not supported (allowed: int | tuple[int, ...])"),
+        (UNetConfig, {"norm_eps": "1e-5"}, "norm_eps='1e-5' is not supported (allowed: float)"),
+        (UNetConfig, {"use_linear_projection": "no"}, "use_linear_projection='no' is not supported (allowed: bool)"),
+        (UNetConfig, {"norm_num_groups": 33}, "norm_num_groups=33 does not divide block_out_channels="),
+        (UNetConfig, {"attention_head_dim": 7}, "attention_head_dim=7 does not divide block_out_channels="),
+        (UNetConfig, {"transformer_layers_per_block": 0}, "transformer_layers_per_block=0 is not supported"),
+        (CLIPTextConfig, {"eos_token_id": None}, "eos_token_id=None is not supported (allowed: int)"),
         (UNetConfig, {"brand_new": "yes"}, "brand_new='yes' is not supported (the key is unknown)"),
         (VAEConfig, {"latents_mean": [0.0]}, "latents_mean=(0.0,) is not supported (allowed: None)"),
         (VAEConfig, {"down_block_types": ["AttnDownEncoderBlock2D"]}, "down_block_types=('AttnDownEncoderBlock2D',) is not supported"),
@@ -41,6 +47,10 @@ def test_what_we_would_compute_wrongly_is_an_error_naming_file_key_and_value(con
 def test_keys_that_are_off_or_notes_are_skipped():
     values = {"_class_name": "UNet2DConditionModel", "_diffusers_version": "9.9", "brand_new": None, "other_new": False}
     assert UNetConfig.from_dict(values) == UNetConfig()
+    # Every block alike is the same as one value; and Flax's networks wrote how they computed.
+    flax = {"only_cross_attention": [False] * 4, "split_head_dim": True, "dtype": "float32"}
+    assert UNetConfig.from_dict(flax) == UNetConfig()
+    assert CLIPTextConfig.from_dict({"architectures": ["FlaxCLIPTextModel"]}) == CLIPTextConfig()
     assert CLIPTextConfig.from_dict({"torch_dtype": "float32", "anything": 3}) == CLIPTextConfig()
 
 

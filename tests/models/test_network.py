@@ -179,10 +179,46 @@ def test_every_large_parameter_can_be_split():
                 assert {"embed", "conv_out"} & set(spec.axes), path
 
 
-def test_sdxl_without_its_conditioning_is_an_error():
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"added_cond": None}, "needs added_cond with text_embeds and time_ids"),
+        ({"sample": shape(2, 4, 8, 8)}, r"sample has shape \[2, 4, 8, 8\], but this network takes \[batch height width 4\]"),
+        ({"timesteps": shape()}, r"timesteps has shape \[\], but this network takes \[2\]"),
+        (
+            {"encoder_hidden_states": shape(1, 77, 40)},
+            r"encoder_hidden_states has shape \[1, 77, 40\], .* takes \[2 length 40\]",
+        ),
+        ({"added_cond": {"text_embeds": shape(2, 24), "time_ids": shape(2, 5)}}, r"time_ids has shape \[2, 5\]"),
+        ({"timestep_cond": shape(2, 12)}, "timestep_cond is for distilled UNets"),
+    ],
+)
+def test_inputs_that_do_not_fit_are_named(change: dict, message: str):
     network = unet(SMALL)
-    with pytest.raises(ValueError, match="needs added_cond with text_embeds and time_ids"):
-        jax.eval_shape(network.apply, network.abstract(), *small_inputs()[:3])
+    names = ("sample", "timesteps", "encoder_hidden_states", "added_cond")
+    inputs = {**dict(zip(names, small_inputs(), strict=True)), **change}
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(lambda p, x: network.apply(p, **x), network.abstract(), inputs)
+
+
+def test_methods_and_kernels_that_do_not_exist_are_named():
+    network = Network(AutoencoderKL, VAEConfig.from_dict(parity.SMALL_VAE))
+    with pytest.raises(ValueError, match=r"no method='__call__' \(an autoencoder has encode and decode\)"):
+        jax.eval_shape(network.apply, network.abstract(), shape(1, 8, 8, 3))
+    with pytest.raises(ValueError, match="attention='flash' is no function"):
+        Compute(attention="flash")  # pyright: ignore[reportArgumentType]
+
+
+def test_an_autoencoder_that_overflows_computes_in_float32_instead_of_float16():
+    for upcast, dtype, expected in (
+        (True, jnp.float16, jnp.float32),
+        (True, jnp.bfloat16, jnp.bfloat16),
+        (False, jnp.float16, jnp.float16),
+    ):
+        config = VAEConfig.from_dict({**parity.SMALL_VAE, "force_upcast": upcast})
+        network = Network(AutoencoderKL, config, Compute(dtype=dtype))
+        decode = lambda p, z, network=network: network.apply(p, z, method="decode")
+        assert jax.eval_shape(decode, network.abstract(), shape(1, 4, 4, 4)).dtype == expected
 
 
 def test_too_long_a_text_is_an_error():

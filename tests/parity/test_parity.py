@@ -14,21 +14,17 @@ from maxdiff.models.layers import Compute
 from maxdiff.models.network import flatten
 from maxdiff.weights.names import to_torch, torch_key
 
-WITH_GRADIENTS = ("sd1-unet", "sd2-unet", "sdxl-unet", "vae-encoder", "vae-decoder", "clip-l", "openclip-bigg")
 
-
-def torch_case(name: str, folder: Path, *, gradients: bool) -> tuple[dict, dict, dict]:
-    """Inputs, the peer's outputs and, of their mean square error to random targets, its gradients."""
+def torch_case(name: str, folder: Path) -> tuple[dict, dict, dict]:
+    """Inputs, the peer's outputs, and its gradients of their mean square error to random targets."""
     variant = parity.VARIANTS[name]
     inputs = parity.make_inputs(variant, variant.small, variant.small_size, 2)
     module = parity.torch_module(variant, variant.small)
     module.save_pretrained(folder)
     outputs = parity.run_torch(variant, module, inputs)
-    grads = {}
-    if gradients:
-        loss = sum(torch.mean((out - torch.from_numpy(target(key, tuple(out.shape)))) ** 2) for key, out in outputs.items())
-        loss.backward()  # pyright: ignore[reportAttributeAccessIssue]
-        grads = {k: p.grad.numpy() for k, p in module.named_parameters() if p.grad is not None}
+    loss = sum(torch.mean((out - torch.from_numpy(target(key, tuple(out.shape)))) ** 2) for key, out in outputs.items())
+    loss.backward()  # pyright: ignore[reportAttributeAccessIssue]
+    grads = {k: p.grad.numpy() for k, p in module.named_parameters() if p.grad is not None}
     return inputs, {k: v.detach().numpy() for k, v in outputs.items()}, grads
 
 
@@ -39,22 +35,19 @@ def target(key: str, shape: tuple[int, ...]) -> np.ndarray:
 @pytest.mark.parametrize("name", parity.VARIANTS)
 def test_outputs_and_gradients_equal_torch(name: str, tmp_path: Path):
     variant = parity.VARIANTS[name]
-    inputs, theirs, their_grads = torch_case(name, tmp_path, gradients=name in WITH_GRADIENTS)
+    inputs, theirs, their_grads = torch_case(name, tmp_path)
     network, params = parity.load(variant, tmp_path)
 
     def loss(params: Any) -> Any:
         out = parity.run_ours(variant, network, params, inputs)
         return sum(jnp.mean(jnp.square(out[k] - target(k, out[k].shape))) for k in out), out
 
-    if name in WITH_GRADIENTS:
-        grads, ours = jax.jit(jax.grad(loss, has_aux=True))(params)
-    else:
-        grads, ours = {}, jax.jit(lambda p: loss(p)[1])(params)
+    grads, ours = jax.jit(jax.grad(loss, has_aux=True))(params)
     assert ours.keys() == theirs.keys()
     for key in theirs:
         assert parity.relative(ours[key], theirs[key]) <= 1e-5, key
 
-    largest = max((float(np.linalg.norm(g)) for g in their_grads.values()), default=0.0)
+    largest = max(float(np.linalg.norm(g)) for g in their_grads.values())
     found = {torch_key(path): to_torch(np.asarray(g)) if path[-1] == "kernel" else np.asarray(g) for path, g in flatten(grads)}
     for key, expected in their_grads.items():
         ours_here = found.pop(key if key in found else f"text_model.{key}")
@@ -67,7 +60,7 @@ def test_outputs_and_gradients_equal_torch(name: str, tmp_path: Path):
 @pytest.mark.parametrize("name", ["sd1-unet", "sdxl-unet", "vae-encoder", "vae-decoder", "clip-l", "openclip-bigg"])
 def test_bfloat16_activations_stay_close(name: str, tmp_path: Path):
     variant = parity.VARIANTS[name]
-    inputs, theirs, _ = torch_case(name, tmp_path, gradients=False)
+    inputs, theirs, _ = torch_case(name, tmp_path)
     network, params = parity.load(variant, tmp_path, Compute(dtype=jnp.bfloat16))
     ours = jax.jit(lambda p: parity.run_ours(variant, network, p, inputs))(params)
     for key in theirs:

@@ -52,6 +52,10 @@ def test_a_long_text_keeps_its_end_token_and_tells_its_length():
     assert tokenizer.length("cat") == 3
 
 
+def test_one_text_is_one_row():
+    np.testing.assert_array_equal(published_tokenizer()("a red heart"), published_tokenizer()(["a red heart"]))
+
+
 def test_unusable_tokenizers_are_named(tmp_path: Path):
     with pytest.raises(FileNotFoundError, match="has neither t/vocab.json nor t/tokenizer.json"):
         read_tokenizer(open_source(tmp_path), "t")
@@ -60,5 +64,13 @@ def test_unusable_tokenizers_are_named(tmp_path: Path):
     config.write_text(config.read_text().replace("CLIPTokenizer", "T5Tokenizer"))
     with pytest.raises(ValueError, match="tokenizer_class='T5Tokenizer' is not supported"):
         read_tokenizer(open_source(tmp_path), "t")
+    published_tokenizer().save(tmp_path / "t")
+    (tmp_path / "t" / "added_tokens.json").write_text('{"<my-cat>": 49408}')
+    with pytest.raises(ValueError, match="added tokens .* are not supported"):
+        read_tokenizer(open_source(tmp_path), "t")
+    (tmp_path / "u").mkdir()
+    (tmp_path / "u" / "tokenizer.json").write_text('{"model": {"type": "WordPiece", "vocab": {}}}')
+    with pytest.raises(ValueError, match="u/tokenizer.json is not that of a CLIP tokenizer"):
+        read_tokenizer(open_source(tmp_path), "u")
     with pytest.raises(ValueError, match="vocabulary has no '<|startoftext|>'"):
         CLIPTokenizer({"a": 0}, ())

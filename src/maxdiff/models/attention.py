@@ -10,6 +10,7 @@ a query may look. Scores are scaled by 1/sqrt(d), and their softmax is always ta
 
 import functools
 import logging
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -122,8 +123,8 @@ def _cudnn_refuses(q: jax.Array, mask: Any) -> str | None:
 @functools.cache
 def _cudnn_head_limit() -> int:
     """128, and 256 from Hopper (compute capability 9.0) on."""
-    capabilities = [float(getattr(d, "compute_capability", 0)) for d in jax.devices()]
-    return 256 if min(capabilities) >= 9.0 else 128
+    capabilities = [getattr(device, "compute_capability", "") for device in jax.devices()]
+    return 256 if all(re.fullmatch(r"(9|\d\d)\.\d", str(capability)) for capability in capabilities) else 128
 
 
 def _cudnn(q, k, v):

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from maxdiff.models.attention import dot_product
 from maxdiff.models.layers import Compute, Conv, GroupNorm, LayerNorm, Linear, upsample_nearest, zeros
 
 IMAGE = ("conv_batch", "height", "width", "out_channels")
@@ -44,13 +45,13 @@ class ResnetBlock2D(nnx.Module):
 class Attention(nnx.Module):
     """Multi-head attention of x [b l c] to itself, or to `context` [b k d]."""
 
-    def __init__(self, channels: int, context_channels: int, heads: int, compute: Compute, *, use_bias: bool = False):
+    def __init__(self, channels: int, context_channels: int, heads: int, compute: Compute):
         if channels % heads:
             raise ValueError(f"{heads} attention heads do not divide {channels} channels")
         self.compute, self.heads = compute, heads
-        self.to_q = Linear(channels, channels, compute, ("embed", "heads"), use_bias=use_bias)
-        self.to_k = Linear(context_channels, channels, compute, ("embed", "heads"), use_bias=use_bias)
-        self.to_v = Linear(context_channels, channels, compute, ("embed", "heads"), use_bias=use_bias)
+        self.to_q = Linear(channels, channels, compute, ("embed", "heads"), use_bias=False)
+        self.to_k = Linear(context_channels, channels, compute, ("embed", "heads"), use_bias=False)
+        self.to_v = Linear(context_channels, channels, compute, ("embed", "heads"), use_bias=False)
         self.to_out = nnx.List([Linear(channels, channels, compute, ("heads", "embed"))])
 
     def __call__(self, x: jax.Array, context: jax.Array | None = None) -> jax.Array:
@@ -63,17 +64,24 @@ class Attention(nnx.Module):
         return self.compute.constrain(x.reshape(*x.shape[:2], self.heads, -1), HEADS)
 
 
-class SpatialAttention(Attention):
+class SpatialAttention(nnx.Module):
     """The autoencoder's attention: one head over all pixels, with its norm and residual inside."""
 
     def __init__(self, channels: int, groups: int, eps: float, compute: Compute):
-        super().__init__(channels, channels, 1, compute, use_bias=True)
+        self.compute = compute
         self.group_norm = GroupNorm(channels, groups, eps, compute)
+        self.to_q = Linear(channels, channels, compute, ("embed", "heads"))
+        self.to_k = Linear(channels, channels, compute, ("embed", "heads"))
+        self.to_v = Linear(channels, channels, compute, ("embed", "heads"))
+        self.to_out = nnx.List([Linear(channels, channels, compute, ("heads", "embed"))])
 
-    def __call__(self, x: jax.Array) -> jax.Array:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def __call__(self, x: jax.Array) -> jax.Array:
         """x [b h w c] -> [b h w c]."""
         b, h, w, c = x.shape
-        return x + super().__call__(self.group_norm(x).reshape(b, h * w, c)).reshape(x.shape)
+        tokens = self.group_norm(x).reshape(b, h * w, c)
+        q, k, v = (project(tokens)[:, :, None, :] for project in (self.to_q, self.to_k, self.to_v))
+        out = dot_product(q, k, v, precision=self.compute.precision)
+        return x + self.to_out[0](out.reshape(b, h * w, c)).reshape(x.shape)
 
 
 class GEGLU(nnx.Module):

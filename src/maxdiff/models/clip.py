@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from maxdiff.models.attention import dot_product
 from maxdiff.models.blocks import HEADS, TOKENS
 from maxdiff.models.config import read_config, require, require_integers
-from maxdiff.models.layers import Compute, Embed, LayerNorm, Linear, normal
+from maxdiff.models.layers import Compute, Embed, LayerNorm, Linear, check_shape, normal
 
 
 def _quick_gelu(x: jax.Array) -> jax.Array:
@@ -119,7 +120,7 @@ class SelfAttention(nnx.Module):
     def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
         shape = (*x.shape[:2], self.heads, x.shape[2] // self.heads)
         q, k, v = (self.compute.constrain(p(x).reshape(shape), HEADS) for p in (self.q_proj, self.k_proj, self.v_proj))
-        out = self.compute.attention(q, k, v, mask=mask, precision=self.compute.precision)
+        out = dot_product(q, k, v, mask=mask, precision=self.compute.precision)
         return self.out_proj(out.reshape(x.shape))
 
 
@@ -197,6 +198,7 @@ class CLIPTextModel(nnx.Module):
 
         Stable Diffusion was trained without the mask: padding is looked at like any token.
         """
+        check_shape("input_ids", input_ids, "batch", "length")
         length = input_ids.shape[1]
         if length > self.config.max_position_embeddings:
             raise ValueError(f"{length} tokens are more than max_position_embeddings={self.config.max_position_embeddings}")

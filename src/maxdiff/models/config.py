@@ -1,6 +1,8 @@
 """Reading a network's configuration: a checkpoint's config.json, or a dict of the same keys."""
 
 import dataclasses
+import types
+import typing
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -37,17 +39,20 @@ def read_config(cls: type[C], values: Mapping[str, Any], where: str, *, ignore_u
         if key in fields:
             chosen[key] = value
         elif key in fixed:
-            # `1 == True` in Python, so compare types of booleans too.
-            if not any(value == v and isinstance(value, bool) == isinstance(v, bool) for v in fixed[key]):
+            # A value for each block, all alike, is that value. `1 == True` in Python, so compare types too.
+            one = value[0] if isinstance(value, tuple) and len(set(value)) == 1 else value
+            if not any(one == v and isinstance(one, bool) == isinstance(v, bool) for v in fixed[key]):
                 raise ValueError(f"{where}: {key}={value!r} is not supported (allowed: {_choices(fixed[key])})")
         elif not ignore_unknown and value is not None and value is not False:
             raise ValueError(f"{where}: {key}={value!r} is not supported (the key is unknown)")
+    hints = typing.get_type_hints(cls)
+    for key, value in chosen.items():
+        if not _is_a(value, hints[key]):
+            raise ValueError(f"{where}: {key}={value!r} is not supported (allowed: {_spelled(hints[key])})")
     try:
         return cls(**chosen)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
-    except TypeError as error:
-        raise ValueError(f"{where}: a value has the wrong type ({error})") from error
 
 
 def write_config(config: Any, class_name: str) -> dict[str, Any]:
@@ -72,6 +77,17 @@ def require_integers(config: Any, *keys: str) -> None:
                 raise ValueError(f"{key}={value!r} is not supported (allowed: positive integers)")
 
 
+def require_divisors(config: Any, *keys: str) -> None:
+    """Raise ValueError unless each key's value for a block divides the block's channels."""
+    for key in keys:
+        values = per_block(getattr(config, key), len(config.block_out_channels), key)
+        for value, channels in zip(values, config.block_out_channels, strict=True):
+            if channels % value:
+                raise ValueError(
+                    f"{key}={getattr(config, key)!r} does not divide block_out_channels={config.block_out_channels}"
+                )
+
+
 def per_block(value: Any, blocks: int, key: str) -> tuple:
     """`value` for each block: one value stands for all, a tuple must have `blocks` of them."""
     if not isinstance(value, tuple):
@@ -83,6 +99,26 @@ def per_block(value: Any, blocks: int, key: str) -> tuple:
 
 def _choices(allowed: tuple) -> str:
     return ", ".join(repr(v) for v in allowed)
+
+
+def _is_a(value: Any, kind: Any) -> bool:
+    """Whether a JSON value, with tuples for lists, is of an annotated type; an int serves as a float."""
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        return any(_is_a(value, option) for option in typing.get_args(kind))
+    if typing.get_origin(kind) is tuple:
+        items = typing.get_args(kind)
+        if not isinstance(value, tuple):
+            return False
+        if items[-1] is Ellipsis:
+            return all(_is_a(item, items[0]) for item in value)
+        return len(value) == len(items) and all(map(_is_a, value, items))
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+
+
+def _spelled(kind: Any) -> str:
+    return kind.__name__ if isinstance(kind, type) and not typing.get_args(kind) else str(kind).replace("NoneType", "None")
 
 
 def _tuples(value: Any) -> Any:

@@ -42,7 +42,8 @@ class Compute:
         dtype: of activations and of weights as they are used; parameters keep their own dtype.
             Norm statistics, softmax and the sinusoids of the timestep are float32 whatever it is.
         precision: of matrix products and convolutions, as in lax.Precision.
-        attention: the kernel, from `attention.kernel(name)`.
+        attention: the UNet's kernel, from `attention.kernel(name)`. The text encoders' 77 masked tokens
+            and the autoencoder's one wide head take `dot_product` always: no fused kernel takes them.
         constrain: (activation, logical axes) -> the same values, with a sharding.
         gather: (parameter, logical axes) -> the same values, whole, for use in this layer.
         remat: wraps each residual and transformer block; `jax.checkpoint`, with or without a
@@ -55,6 +56,11 @@ class Compute:
     constrain: Callable[[jax.Array, Axes], jax.Array] = _as_is
     gather: Callable[[jax.Array, Axes], jax.Array] = _as_is
     remat: Callable[[Callable], Callable] = lambda block: block
+
+    def __post_init__(self):
+        for name in ("attention", "constrain", "gather", "remat"):
+            if not callable(value := getattr(self, name)):
+                raise ValueError(f"{name}={value!r} is no function (kernels are made by maxdiff.models.attention.kernel)")
 
     def weight(self, parameter: nnx.Param) -> jax.Array:
         """The parameter as it enters a product: gathered, then cast (so gradients reduce in float32)."""
@@ -70,6 +76,12 @@ def parameter(shape: tuple[int, ...], axes: Axes, init: Initializer) -> nnx.Para
     assert len(shape) == len(axes), (shape, axes)
     # The names travel as `axes` rather than as NNX's `out_sharding`, which NNX would act on by itself.
     return nnx.Param(jax.ShapeDtypeStruct(shape, jnp.float32), axes=axes, init=init)
+
+
+def check_shape(name: str, x: jax.Array, *expected: int | str) -> None:
+    """Raise ValueError unless x has this shape; a name stands for any size."""
+    if x.ndim != len(expected) or any(isinstance(e, int) and e != n for e, n in zip(expected, x.shape, strict=True)):
+        raise ValueError(f"{name} has shape {list(x.shape)}, but this network takes [{' '.join(map(str, expected))}]")
 
 
 def _along_last(vector: jax.Array, ndim: int) -> jax.Array:

@@ -51,8 +51,15 @@ class Network:
         }
 
     def apply(self, params: Params, *args: Any, method: str = "__call__", **kwargs: Any) -> Any:
-        """Call the network's `method` with these parameters: a pure function, to be jitted."""
-        return getattr(nnx.merge(self._graphdef, params), method)(*args, **kwargs)
+        """Call the network's `method` with these parameters: a pure function, to be jitted.
+
+        Raises:
+            ValueError: for inputs of the wrong shape, or no such method.
+        """
+        module = nnx.merge(self._graphdef, params)
+        if not hasattr(module, method):
+            raise ValueError(f"this network has no method={method!r} (an autoencoder has encode and decode)")
+        return getattr(module, method)(*args, **kwargs)
 
     @functools.cached_property
     def jitted(self) -> Callable[..., Any]:

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxdiff.models.blocks import Downsample2D, ResnetBlock2D, Transformer2DModel, Upsample2D
-from maxdiff.models.config import per_block, read_config, require, require_integers, write_config
-from maxdiff.models.layers import Compute, Conv, GroupNorm, Linear, timestep_embedding, zeros
+from maxdiff.models.config import per_block, read_config, require, require_divisors, require_integers, write_config
+from maxdiff.models.layers import Compute, Conv, GroupNorm, Linear, check_shape, timestep_embedding, zeros
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,8 +95,13 @@ class UNetConfig:
             per_block(getattr(self, key), blocks, key)
         require_integers(self, "in_channels", "out_channels", "block_out_channels", "layers_per_block",
                          "norm_num_groups", "cross_attention_dim", "attention_head_dim")  # fmt: skip
+        for depth in per_block(self.transformer_layers_per_block, blocks, "transformer_layers_per_block"):
+            if min(depth if isinstance(depth, tuple) else (depth,)) < 1:
+                raise ValueError(f"transformer_layers_per_block={self.transformer_layers_per_block!r} is not supported "
+                                 "(allowed: positive integers)")  # fmt: skip
         if isinstance(self.cross_attention_dim, tuple):
             raise ValueError(f"cross_attention_dim={self.cross_attention_dim!r} is not supported (allowed: one integer)")
+        require_divisors(self, "norm_num_groups", "attention_head_dim")
         require(self, "addition_embed_type", None, "text_time")
         if self.addition_embed_type:
             require_integers(self, "addition_time_embed_dim", "projection_class_embeddings_input_dim")
@@ -230,11 +235,18 @@ class UNet2DConditionModel(nnx.Module):
         Returns:
             The prediction [b h w out_channels], in compute.dtype.
         """
-        dtype = self.compute.dtype
+        config, dtype = self.config, self.compute.dtype
+        check_shape("sample", sample, "batch", "height", "width", config.in_channels)
+        check_shape("timesteps", timesteps, sample.shape[0])
+        check_shape("encoder_hidden_states", encoder_hidden_states, sample.shape[0], "length", config.cross_attention_dim)
+        if timestep_cond is not None:
+            if config.time_cond_proj_dim is None:
+                raise ValueError("timestep_cond is for distilled UNets, and this one has no time_cond_proj_dim")
+            check_shape("timestep_cond", timestep_cond, sample.shape[0], config.time_cond_proj_dim)
         context = encoder_hidden_states.astype(dtype)
-        temb = self._sinusoids(timesteps, self.config.block_out_channels[0])
+        temb = self._sinusoids(timesteps, config.block_out_channels[0])
         temb = self.time_embedding(temb, None if timestep_cond is None else timestep_cond.astype(dtype))
-        if self.config.addition_embed_type:
+        if config.addition_embed_type:
             temb = temb + self._text_time(added_cond)
 
         x = self.conv_in(sample.astype(dtype))
@@ -259,6 +271,10 @@ class UNet2DConditionModel(nnx.Module):
             raise ValueError("this UNet (addition_embed_type=text_time) needs added_cond with text_embeds and time_ids")
         text, ids = added_cond["text_embeds"].astype(self.compute.dtype), added_cond["time_ids"]
         assert self.config.addition_time_embed_dim
+        assert self.config.projection_class_embeddings_input_dim
+        check_shape("time_ids", ids, text.shape[0], 6)
+        width = self.config.projection_class_embeddings_input_dim - 6 * self.config.addition_time_embed_dim
+        check_shape("text_embeds", text, ids.shape[0], width)
         sizes = self._sinusoids(ids.reshape(-1), self.config.addition_time_embed_dim).reshape(ids.shape[0], -1)
         return self.add_embedding(jnp.concatenate([text, sizes], axis=-1))
 

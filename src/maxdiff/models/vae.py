@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxdiff.models.blocks import Downsample2D, ResnetBlock2D, SpatialAttention, Upsample2D
-from maxdiff.models.config import read_config, require_integers, write_config
-from maxdiff.models.layers import Compute, Conv, GroupNorm
+from maxdiff.models.config import read_config, require_divisors, require_integers, write_config
+from maxdiff.models.layers import Compute, Conv, GroupNorm, check_shape
 
 EPS = 1e-6
 
@@ -25,8 +25,9 @@ class VAEConfig:
     Attributes:
         sample_size: height and width in pixels that the model was trained at; not a limit.
         scaling_factor: diffusion works on latents times this, so that their variance is about 1.
-        force_upcast: the model overflows in float16, so decode in float32 (SDXL's). Absent means
-            no, as checkpoints older than the key never needed it; diffusers' own default is true.
+        force_upcast: the model overflows in float16, so where that is asked for it computes in float32
+            (SDXL's); bfloat16 has float32's range. Absent means no, as checkpoints older than the key
+            never needed it; diffusers' own default is true.
     """
 
     in_channels: int = 3
@@ -59,8 +60,7 @@ class VAEConfig:
                 raise ValueError(f"{key}={value!r} is not supported (allowed: {len(self.block_out_channels)} times {kind!r})")
         require_integers(self, "in_channels", "out_channels", "block_out_channels", "layers_per_block",
                          "latent_channels", "norm_num_groups")  # fmt: skip
-        if isinstance(self.layers_per_block, tuple):
-            raise ValueError(f"layers_per_block={self.layers_per_block!r} is not supported (allowed: one integer)")
+        require_divisors(self, "norm_num_groups")
 
     @property
     def downscale(self) -> int:
@@ -173,7 +173,9 @@ class AutoencoderKL(nnx.Module):
     """Variational autoencoder with a small KL term; 8 pixels a latent in each direction."""
 
     def __init__(self, config: VAEConfig, compute: Compute):
-        self.compute = compute
+        if config.force_upcast and compute.dtype == jnp.float16:
+            compute = dataclasses.replace(compute, dtype=jnp.float32)
+        self.config, self.compute = config, compute
         self.encoder = Encoder(config, compute)
         self.decoder = Decoder(config, compute)
         self.quant_conv = Conv(2 * config.latent_channels, 2 * config.latent_channels, compute, kernel_size=1)
@@ -181,12 +183,14 @@ class AutoencoderKL(nnx.Module):
 
     def encode(self, images: jax.Array) -> Gaussian:
         """Images [b H W 3] in [-1, 1] -> the distribution of their latents, not yet times scaling_factor."""
+        check_shape("images", images, "batch", "height", "width", self.config.in_channels)
         moments = self.quant_conv(self.encoder(images.astype(self.compute.dtype))).astype(jnp.float32)
         mean, logvar = jnp.split(moments, 2, axis=-1)
         return Gaussian(mean, jnp.clip(logvar, -30.0, 20.0))
 
     def decode(self, latents: jax.Array) -> jax.Array:
         """Latents [b h w c], already divided by scaling_factor -> images [b H W 3], about [-1, 1]."""
+        check_shape("latents", latents, "batch", "height", "width", self.config.latent_channels)
         return self.decoder(self.post_quant_conv(latents.astype(self.compute.dtype)))
 
 

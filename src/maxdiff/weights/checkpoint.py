@@ -15,10 +15,10 @@ from maxdiff.models.layers import Compute
 from maxdiff.models.network import Network
 from maxdiff.models.unet import UNet2DConditionModel, UNetConfig
 from maxdiff.models.vae import AutoencoderKL, VAEConfig
-from maxdiff.weights import original
+from maxdiff.weights import open_clip, original
 from maxdiff.weights.names import normalise
 from maxdiff.weights.source import FromPt, Source, open_source, open_weights
-from maxdiff.weights.tensors import TORCH_SUFFIXES, Tensors, open_tensors, read_metadata
+from maxdiff.weights.tensors import SUFFIXES, Tensors, open_tensors, read_metadata
 from maxdiff.weights.tokenizer import END, CLIPTokenizer, published_tokenizer, read_tokenizer
 
 PartConfig = UNetConfig | VAEConfig | CLIPTextConfig
@@ -30,8 +30,8 @@ PARTS: dict[str, tuple[type, Callable[[Mapping[str, Any], str], PartConfig]]] = 
     "text_encoder_2": (CLIPTextModel, CLIPTextConfig.from_dict),
 }
 TOKENIZERS = ("tokenizer", "tokenizer_2")
-# What diffusers notes in a part's config.json.
-CLASS_NAMES = {"unet": "UNet2DConditionModel", "vae": "AutoencoderKL"}
+# What diffusers notes in a part's config.json; transformers notes nothing.
+CLASS_NAMES = {"unet": "UNet2DConditionModel", "vae": "AutoencoderKL", "text_encoder": "", "text_encoder_2": ""}
 PREDICTION_TYPES = ("epsilon", "v_prediction", "sample")
 
 
@@ -41,14 +41,19 @@ def make_network(part: str, config: PartConfig, compute: Compute | None = None) 
 
 
 class Checkpoint(Protocol):
-    """What `open_checkpoint` returns. `config` is None where the file holds none and it cannot be inferred."""
+    """What `open_checkpoint` returns."""
+
+    @property
+    def bare(self) -> bool:
+        """Whether it is a file of a part's weights alone, without configuration."""
+        ...
 
     def has(self, part: str) -> bool:
         """Whether there is such a part (`unet`, ..., `tokenizer_2`, `scheduler`)."""
         ...
 
     def config(self, part: str) -> PartConfig | None:
-        """The part's configuration."""
+        """The part's configuration; None where a bare file does not tell its architecture."""
         ...
 
     def tensors(self, part: str) -> tuple[Tensors, str]:
@@ -82,7 +87,13 @@ class Folder:
             return f"{part}/"
         return "" if self.source.has(file) and not self.source.has("model_index.json") else None
 
+    @property
+    def bare(self) -> bool:
+        return False
+
     def has(self, part: str) -> bool:
+        if index := self.index():  # then it says what there is, whatever else lies in the folder
+            return (index.get(part) or [None])[0] is not None
         files = {"scheduler": ("scheduler_config.json",)}
         files |= dict.fromkeys(TOKENIZERS, ("vocab.json", "tokenizer.json"))
         return any(self._folder(part, file) is not None for file in files.get(part, ("config.json",)))
@@ -94,7 +105,7 @@ class Folder:
         file = f"{folder}config.json"
         values = self.source.json(file)
         written_as = values.get("_class_name", "").removeprefix("Flax")
-        if part in CLASS_NAMES and written_as not in ("", CLASS_NAMES[part]):
+        if written_as not in ("", CLASS_NAMES[part]):
             raise ValueError(f"{self.source.name}/{file}: _class_name={written_as!r} is no {part} that we know "
                              f"(allowed: {CLASS_NAMES[part]!r})")  # fmt: skip
         if part.startswith("text_encoder") and not values.get("architectures") and part in self.index():
@@ -126,7 +137,7 @@ class Folder:
 
 @dataclasses.dataclass(frozen=True)
 class SingleFile:
-    """One file: a whole checkpoint in the original layout, or the weights of one part alone."""
+    """One file: a whole checkpoint in the original layout, or the weights of a part or two alone."""
 
     path: Path
     stated_prediction: str | None = None
@@ -134,6 +145,8 @@ class SingleFile:
     @cached_property
     def _tensors(self) -> Tensors:
         tensors = open_tensors(self.path)
+        if lora := [key for key in tensors if "lora" in key.lower()]:
+            raise ValueError(f"{self.path} holds a LoRA (such as {lora[0]}), which is not supported")
         if original.family(tensors) and (strays := original.unused(tensors)):
             raise ValueError(f"{self.path}: {len(strays)} keys belong to no part: {', '.join(strays[:8])}")
         return tensors
@@ -141,6 +154,10 @@ class SingleFile:
     @cached_property
     def _family(self) -> str | None:
         return original.family(self._tensors)
+
+    @property
+    def bare(self) -> bool:
+        return self._family is None
 
     def _prefix(self, part: str) -> str | None:
         """Where the part lies in a whole checkpoint; None if this family has no such part."""
@@ -150,12 +167,15 @@ class SingleFile:
         return {"unet": original.UNET, "vae": original.VAE, "text_encoder": first, "text_encoder_2": second}[part]
 
     def _part(self, part: str) -> Tensors:
-        if self._family is None:
-            return self._tensors
+        """The part's tensors, without their prefix; a bare file may have none."""
         prefix = self._prefix(part)
         found = original.part(self._tensors, prefix) if prefix else {}
+        if not found and self.bare:
+            found = original.part(self._tensors, "")
         if not found:
             raise ValueError(f"{self.path} has no {part}: no key begins with {prefix}")
+        if part.startswith("text_encoder") and not open_clip.is_open_clip(found):
+            found = normalise(found, flax=self.path.suffix == ".msgpack", text_encoder=True)
         return found
 
     @cached_property
@@ -172,7 +192,7 @@ class SingleFile:
         return 96 if self._family == "sd2" and self._prediction == "v_prediction" else 64
 
     def has(self, part: str) -> bool:
-        if self._family is None:
+        if self.bare:
             return part in PARTS
         if part in TOKENIZERS:
             return self.has(part.replace("tokenizer", "text_encoder"))
@@ -181,44 +201,34 @@ class SingleFile:
     def config(self, part: str) -> PartConfig | None:
         tensors = self._part(part)
         try:
-            if self._family is None:
-                return self._bare_config(part, tensors)
-            if part == "unet":
+            if part == "unet" and original.is_unet(tensors):
                 return original.unet_config(tensors, self._sample_size)
-            if part == "vae":
+            if part == "vae" and original.is_vae(tensors):
                 return original.vae_config(tensors, sdxl=self._family == "sdxl", sample_size=8 * self._sample_size)
-            if self._is_open_clip(part):
-                return original.open_clip_config(tensors, projection=self._family == "sdxl")
-            return original.clip_config(tensors)
+            if part.startswith("text_encoder") and open_clip.is_open_clip(tensors):
+                return open_clip.open_clip_config(tensors, projection=part == "text_encoder_2")
+            return open_clip.clip_config(tensors) if part == "text_encoder" else None
         except KeyError as key:
             raise ValueError(f"{self.path}: the {part} has no key {key}, from which its architecture is read") from None
 
-    def _bare_config(self, part: str, tensors: Tensors) -> PartConfig | None:
-        """Only an autoencoder in the original layout tells its architecture."""
-        if part == "vae" and "encoder.down.0.block.0.conv1.weight" in tensors:
-            return original.vae_config(tensors, sdxl=False, sample_size=512)
-        return None
-
-    def _is_open_clip(self, part: str) -> bool:
-        return self._prefix(part) in original.OPEN_CLIP.values()
-
     def tensors(self, part: str) -> tuple[Tensors, str]:
         tensors, config = self._part(part), self.config(part)
-        if part == "unet" and config is not None:
-            tensors = original.to_diffusers(tensors, original.unet_names(config))  # pyright: ignore[reportArgumentType]
-        elif part == "vae" and config is not None:
-            tensors = original.to_diffusers(tensors, original.vae_names(config))  # pyright: ignore[reportArgumentType]
-        elif config is not None and self._is_open_clip(part):
-            tensors = original.open_clip_to_transformers(tensors, config)  # pyright: ignore[reportArgumentType]
-        flax = self.path.suffix == ".msgpack"
-        return normalise(tensors, flax=flax, text_encoder=part.startswith("text_encoder")), str(self.path)
+        if isinstance(config, UNetConfig):
+            tensors = original.to_diffusers(tensors, original.unet_names(config))
+        elif isinstance(config, VAEConfig):
+            tensors = original.to_diffusers(tensors, original.vae_names(config))
+        elif isinstance(config, CLIPTextConfig) and open_clip.is_open_clip(tensors):
+            tensors = open_clip.open_clip_to_transformers(tensors, config)
+        flax = self.path.suffix == ".msgpack" and not part.startswith("text_encoder")
+        return normalise(tensors, flax=flax, text_encoder=False), str(self.path)
 
     def tokenizer(self, part: str) -> CLIPTokenizer:
         # SD 2.x and SDXL's second tokenizer pad with `!`, as OpenCLIP's token 0 is.
-        return published_tokenizer("!" if self._is_open_clip(part.replace("tokenizer", "text_encoder")) else END)
+        prefix = self._prefix(part.replace("tokenizer", "text_encoder"))
+        return published_tokenizer("!" if prefix in original.OPEN_CLIP.values() else END)
 
     def scheduler(self) -> dict[str, Any]:
-        return original.scheduler_config(self._family or "", self._prediction)
+        return original.scheduler_config(self._family or "", self._prediction, zero_snr="ztsnr" in self._tensors)
 
     def index(self) -> dict[str, Any]:
         return {}
@@ -230,15 +240,27 @@ def open_checkpoint(
 ) -> Checkpoint:  # fmt: skip
     """Open a local folder, a single file or a hub repository, as `name` turns out to be.
 
+    Args:
+        name: a local folder or file if there is one, else a repository on the hub.
+        revision: of a hub repository.
+        variant, from_pt: of a folder or repository, as in `open_weights`.
+        prediction_type: over what a single file says.
+
     Raises:
         FileNotFoundError: if there is none.
-        ValueError: if it is damaged, or is not a model.
+        ValueError: if it is damaged, is not a model, or has not what the options ask for.
     """
     if prediction_type not in (None, *PREDICTION_TYPES):
         raise ValueError(f"prediction_type={prediction_type!r} is not supported (allowed: {', '.join(PREDICTION_TYPES)})")
+    if from_pt not in ("auto", True, False):
+        raise ValueError(f"from_pt={from_pt!r} is not supported (allowed: 'auto', True, False)")
     path = Path(name).expanduser()
-    if path.is_file():
-        if path.suffix not in (".safetensors", ".msgpack", *TORCH_SUFFIXES):
-            raise ValueError(f"{path}: a single file must be .safetensors, .msgpack or {', '.join(TORCH_SUFFIXES)}")
-        return SingleFile(path, prediction_type)
-    return Folder(open_source(name, revision), from_pt, variant)
+    if not path.is_file():
+        return Folder(open_source(name, revision), from_pt, variant)
+    if path.suffix not in SUFFIXES:
+        raise ValueError(f"{path}: a single file ends in one of {', '.join(SUFFIXES)}")
+    if variant:
+        raise ValueError(f"variant={variant}: {path} is a single file, which has no variants")
+    if from_pt != "auto" and from_pt != (path.suffix != ".msgpack"):
+        raise ValueError(f"from_pt={from_pt}: {path} holds {'Flax' if from_pt else 'PyTorch'} weights")
+    return SingleFile(path, prediction_type)

@@ -40,31 +40,41 @@ def load_params(
             Each process reads only the slices of its own devices.
 
     Raises:
-        ValueError: if dtype is no floating-point type, or listing the keys that are missing, surplus, or of the wrong shape.
+        ValueError: as `check_params`.
     """
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(f"dtype={dtype!r} is not supported (allowed: floating-point types, such as float32 and bfloat16)")
+    reads = check_params(network, tensors, where)
+    default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+
+    def place(path: ParameterPath) -> jax.Array:
+        spec = network.specs[path]
+        return _place(reads[path], spec.shape, dtype, placement(path, spec) if placement else default)
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        placed = list(pool.map(place, network.specs))
+    return unflatten(zip(network.specs, placed, strict=True))
+
+
+def check_params(network: Network, tensors: Mapping[str, Tensor], where: str) -> dict[ParameterPath, Callable[[], np.ndarray]]:
+    """See that the tensors are those of the network, without reading them: how to read each parameter.
+
+    Raises:
+        ValueError: listing the keys that are missing, surplus, of the wrong shape, or no floating-point numbers.
+    """
     wanted = {path: torch_key(path) for path in network.specs}
     _compare(set(wanted.values()), set(tensors), where)
     reads, misfits = {}, []
     for path, key in wanted.items():
         spec, tensor = network.specs[path], tensors[key]
-        reads[path] = reader(path, spec.shape, tensor)
-        if reads[path] is None:
+        read = reader(path, spec.shape, tensor)
+        if read is None:
             misfits.append(f"{key} has shape {tensor.shape}, the configuration makes it {_torch_shape(path, spec)}")
+        elif not jnp.issubdtype(tensor.dtype, jnp.floating):
+            misfits.append(f"{key} has dtype {tensor.dtype}, no floating-point numbers")
+        else:
+            reads[path] = read
     if misfits:
-        raise ValueError(f"{where}: {_listed(misfits, 'tensors have the wrong shape')}")
-
-    default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-
-    def place(path: ParameterPath) -> jax.Array:
-        spec = network.specs[path]
-        sharding = placement(path, spec) if placement else default
-        return _place(reads[path], spec.shape, dtype, sharding)
-
-    with ThreadPoolExecutor(THREADS) as pool:
-        placed = list(pool.map(place, network.specs))
-    return unflatten(zip(network.specs, placed, strict=True))
+        raise ValueError(f"{where}: {_listed(misfits, 'tensors do not fit')}")
+    return reads
 
 
 def _place(read: Callable[[], np.ndarray], shape: tuple[int, ...], dtype: Any, sharding: jax.sharding.Sharding) -> jax.Array:
@@ -74,10 +84,10 @@ def _place(read: Callable[[], np.ndarray], shape: tuple[int, ...], dtype: Any, s
         # Where the memory is the CPU's own, JAX takes an array that lies in its layout as it is, whatever
         # `may_alias` says. The file's pages must not be taken: they change with the file.
         placed = jax.device_put(whole.copy() if whole.flags.c_contiguous else whole, device)
-    else:
-        placed = jax.make_array_from_callback(shape, sharding, lambda index: np.array(whole[index], order="C"))
-    # Converted on the device: half the transfer for a float16 file, and faster than numpy on a CPU too.
-    return placed.astype(dtype)
+        # Converted on the device: half the transfer for a float16 file, and faster than numpy on a CPU too.
+        return placed.astype(dtype)
+    # Converted on the host: threads must not launch programs on several processes' devices in any order.
+    return jax.make_array_from_callback(shape, sharding, lambda index: np.array(whole[index], dtype, order="C"))
 
 
 def _compare(wanted: set[str], present: set[str], where: str) -> None:

@@ -92,3 +92,14 @@ def reader(path: ParameterPath, shape: tuple[int, ...], tensor: Tensor) -> Calla
 
 def _squeeze(shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape[:2] if shape[2:] == (1, 1) else shape
+
+
+def count_modules(tensors: Mapping[str, Tensor], prefix: str) -> int:
+    """How many modules are numbered (or named) next under `prefix`."""
+    return len({key.removeprefix(prefix).split(".")[0] for key in tensors if key.startswith(prefix)})
+
+
+def replace_module(rest: str, table: Mapping[str, str]) -> str:
+    """`module.leaf` with the module renamed by the table, where it is there."""
+    module, _, leaf = rest.rpartition(".")
+    return f"{table.get(module, module)}.{leaf}"

@@ -5,16 +5,15 @@ then those of a diffusers folder with that configuration. One table serves both 
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from maxdiff.models.clip import CLIPTextConfig
 from maxdiff.models.config import per_block
 from maxdiff.models.unet import UNetConfig
 from maxdiff.models.vae import VAEConfig
+from maxdiff.weights import open_clip
+from maxdiff.weights.names import count_modules, replace_module
 from maxdiff.weights.tensors import Tensor, Tensors
 
 UNET, VAE = "model.diffusion_model.", "first_stage_model."
@@ -24,14 +23,12 @@ OPEN_CLIP = {"sd2": "cond_stage_model.model.", "sdxl": "conditioner.embedders.1.
 # What training left behind and inference never reads.
 IGNORED = re.compile(
     r"^(model_ema\.|betas$|alphas_cumprod|sqrt_|log_one_minus|posterior_|logvar$|lvlb_weights$|scale_factor$|global_step$"
-    r"|denoiser\.|v_pred$|ztsnr$|first_stage_model\.loss\.)|logit_scale$|position_ids$|attn_mask$"
+    r"|denoiser\.|v_pred$|ztsnr$|(first_stage_model\.)?loss\.)|logit_scale$|position_ids$|attn_mask$"
 )
 
 RESNET = {"in_layers.0": "norm1", "in_layers.2": "conv1", "emb_layers.1": "time_emb_proj", "out_layers.0": "norm2",
           "out_layers.3": "conv2", "skip_connection": "conv_shortcut"}  # fmt: skip
 VAE_ATTENTION = {"norm": "group_norm", "q": "to_q", "k": "to_k", "v": "to_v", "proj_out": "to_out.0"}
-OPEN_CLIP_LAYER = {"ln_1": "layer_norm1", "ln_2": "layer_norm2", "mlp.c_fc": "mlp.fc1", "mlp.c_proj": "mlp.fc2",
-                   "attn.out_proj": "self_attn.out_proj"}  # fmt: skip
 
 
 def family(tensors: Mapping[str, Tensor]) -> str | None:
@@ -48,8 +45,18 @@ def unused(tensors: Mapping[str, Tensor]) -> list[str]:
     return [key for key in tensors if not IGNORED.search(key) and not key.startswith(known)]
 
 
+def is_unet(tensors: Mapping[str, Tensor]) -> bool:
+    """Whether a part's keys are the original UNet's."""
+    return any(key.startswith("input_blocks.") for key in tensors)
+
+
+def is_vae(tensors: Mapping[str, Tensor]) -> bool:
+    """Whether a part's keys are the original autoencoder's."""
+    return any(key.startswith("encoder.down.") for key in tensors)
+
+
 def part(tensors: Mapping[str, Tensor], prefix: str) -> Tensors:
-    """The tensors under `prefix`, without it, leftovers dropped."""
+    """The tensors under `prefix` ("" for all), without it, leftovers dropped."""
     return {k.removeprefix(prefix): t for k, t in tensors.items() if k.startswith(prefix) and not IGNORED.search(k)}
 
 
@@ -60,7 +67,7 @@ def unet_config(tensors: Mapping[str, Tensor], sample_size: int) -> UNetConfig:
     """Read the UNet's architecture off its original keys (without prefix)."""
     channels: list[int] = []
     layers, depths = [0], [0]
-    blocks = 1 + max(int(key.split(".")[1]) for key in tensors if key.startswith("input_blocks."))
+    blocks = count_modules(tensors, "input_blocks.")
     for i in range(1, blocks):
         if f"input_blocks.{i}.0.op.weight" in tensors:
             layers.append(0)
@@ -69,15 +76,14 @@ def unet_config(tensors: Mapping[str, Tensor], sample_size: int) -> UNetConfig:
         if layers[-1] == 0:
             channels.append(tensors[f"input_blocks.{i}.0.in_layers.2.weight"].shape[0])
         layers[-1] += 1
-        depths[-1] = _count(tensors, f"input_blocks.{i}.1.transformer_blocks.")
+        depths[-1] = count_modules(tensors, f"input_blocks.{i}.1.transformer_blocks.")
     attends = [depth > 0 for depth in depths]
-    key = next(key for key in tensors if key.endswith("attn2.to_k.weight"))
     linear = len(tensors["middle_block.1.proj_in.weight"].shape) == 2
     added: dict[str, Any] = {}
     if "label_emb.0.0.weight" in tensors:
         added = {"addition_embed_type": "text_time", "addition_time_embed_dim": 256,
                  "projection_class_embeddings_input_dim": tensors["label_emb.0.0.weight"].shape[1]}  # fmt: skip
-    middle = _count(tensors, "middle_block.1.transformer_blocks.")
+    middle = count_modules(tensors, "middle_block.1.transformer_blocks.")
     depths = [depth or 1 for depth in depths[:-1]] + [middle]
     return UNetConfig(
         sample_size=sample_size,
@@ -87,17 +93,13 @@ def unet_config(tensors: Mapping[str, Tensor], sample_size: int) -> UNetConfig:
         up_block_types=tuple("CrossAttnUpBlock2D" if a else "UpBlock2D" for a in attends[::-1]),
         block_out_channels=tuple(channels),
         layers_per_block=layers[0] if len(set(layers)) == 1 else tuple(layers),
-        cross_attention_dim=tensors[key].shape[1],
+        cross_attention_dim=tensors["middle_block.1.transformer_blocks.0.attn2.to_k.weight"].shape[1],
         transformer_layers_per_block=1 if set(depths) == {1} else tuple(depths),
         # SD 1.x has 8 heads throughout, later models heads of 64 channels.
         attention_head_dim=tuple(max(c // 64, 1) for c in channels) if linear else 8,
         use_linear_projection=linear,
         **added,
     )
-
-
-def _count(tensors: Mapping[str, Tensor], prefix: str) -> int:
-    return len({key.removeprefix(prefix).split(".")[0] for key in tensors if key.startswith(prefix)})
 
 
 def unet_names(config: UNetConfig) -> dict[str, str]:
@@ -143,14 +145,14 @@ def unet_names(config: UNetConfig) -> dict[str, str]:
 
 def vae_config(tensors: Mapping[str, Tensor], *, sdxl: bool, sample_size: int) -> VAEConfig:
     """Read the autoencoder's architecture off its original keys (without prefix)."""
-    levels = _count(tensors, "encoder.down.")
+    levels = count_modules(tensors, "encoder.down.")
     return VAEConfig(
         in_channels=tensors["encoder.conv_in.weight"].shape[1],
         out_channels=tensors["decoder.conv_out.weight"].shape[0],
         down_block_types=("DownEncoderBlock2D",) * levels,
         up_block_types=("UpDecoderBlock2D",) * levels,
         block_out_channels=tuple(tensors[f"encoder.down.{i}.block.0.conv1.weight"].shape[0] for i in range(levels)),
-        layers_per_block=_count(tensors, "encoder.down.0.block."),
+        layers_per_block=count_modules(tensors, "encoder.down.0.block."),
         latent_channels=tensors["post_quant_conv.weight"].shape[0],
         sample_size=sample_size,
         scaling_factor=0.13025 if sdxl else 0.18215,
@@ -199,7 +201,7 @@ def from_diffusers(tensors: Mapping[str, Tensor], names: Mapping[str, str], *, v
             table = {b: a for a, b in VAE_ATTENTION.items()}
         else:
             return rest
-        return _replace_module(rest, table)
+        return replace_module(rest, table)
 
     renamed = {_rename(key, back, inner): tensor for key, tensor in tensors.items()}
     if vae:  # the original's attention projections are 1x1 convolutions
@@ -212,15 +214,10 @@ def from_diffusers(tensors: Mapping[str, Tensor], names: Mapping[str, str], *, v
 
 def _inner(old: str, new: str, rest: str) -> str:
     if "resnets" in new:
-        return _replace_module(rest, {**RESNET, "nin_shortcut": "conv_shortcut"})
+        return replace_module(rest, {**RESNET, "nin_shortcut": "conv_shortcut"})
     if old.endswith("attn_1"):
-        return _replace_module(rest, VAE_ATTENTION)
+        return replace_module(rest, VAE_ATTENTION)
     return rest
-
-
-def _replace_module(rest: str, table: Mapping[str, str]) -> str:
-    module, _, leaf = rest.rpartition(".")
-    return f"{table.get(module, module)}.{leaf}"
 
 
 def _rename(key: str, names: Mapping[str, str], inner: Any) -> str:
@@ -233,103 +230,15 @@ def _rename(key: str, names: Mapping[str, str], inner: Any) -> str:
     return key
 
 
-# --- Text encoders -------------------------------------------------------------------------------------
+# --- Noise schedule ------------------------------------------------------------------------------------
 
 
-def clip_config(tensors: Mapping[str, Tensor]) -> CLIPTextConfig:
-    """The configuration of a CLIP-L encoder in transformers' own keys, and quick_gelu as OpenAI trained it."""
-    vocab, width = tensors["text_model.embeddings.token_embedding.weight"].shape
-    return CLIPTextConfig(
-        vocab_size=vocab,
-        hidden_size=width,
-        intermediate_size=tensors["text_model.encoder.layers.0.mlp.fc1.weight"].shape[0],
-        projection_dim=width,
-        num_hidden_layers=_count(tensors, "text_model.encoder.layers."),
-        num_attention_heads=max(width // 64, 1),
-        max_position_embeddings=tensors["text_model.embeddings.position_embedding.weight"].shape[0],
-        hidden_act="quick_gelu",
-    )
-
-
-def open_clip_config(tensors: Mapping[str, Tensor], *, projection: bool) -> CLIPTextConfig:
-    """The configuration of an OpenCLIP encoder; without projection (SD 2.x) the last layer is left out.
-
-    SD 2.x reads the penultimate layer, normed: diffusers keeps it as the last of one layer fewer. A file
-    with 23 layers has been through that already.
-    """
-    vocab, width = tensors["token_embedding.weight"].shape
-    layers = _count(tensors, "transformer.resblocks.")
-    return CLIPTextConfig(
-        vocab_size=vocab,
-        hidden_size=width,
-        intermediate_size=tensors["transformer.resblocks.0.mlp.c_fc.weight"].shape[0],
-        projection_dim=tensors["text_projection"].shape[1] if "text_projection" in tensors else width,
-        num_hidden_layers=layers if projection or layers == 23 else layers - 1,
-        num_attention_heads=max(width // 64, 1),
-        max_position_embeddings=tensors["positional_embedding"].shape[0],
-        hidden_act="gelu",
-        architectures=("CLIPTextModelWithProjection",) if projection else ("CLIPTextModel",),
-    )
-
-
-def open_clip_to_transformers(tensors: Mapping[str, Tensor], config: CLIPTextConfig) -> Tensors:
-    """OpenCLIP's keys -> transformers': the fused projection split in three, the text projection turned."""
-    result: Tensors = {}
-    top = {"token_embedding": "text_model.embeddings.token_embedding", "ln_final": "text_model.final_layer_norm"}
-    for key, tensor in tensors.items():
-        if key == "positional_embedding":
-            result["text_model.embeddings.position_embedding.weight"] = tensor
-        elif key == "text_projection":
-            if config.with_projection:
-                result["text_projection.weight"] = tensor.map(np.transpose, tensor.shape[::-1])
-        elif match := re.fullmatch(r"transformer\.resblocks\.(\d+)\.(.*)", key):
-            if int(match[1]) < config.num_hidden_layers:
-                layer = f"text_model.encoder.layers.{match[1]}"
-                result.update(_open_clip_layer(layer, match[2], tensor))
-        else:
-            result[_replace_module(key, top)] = tensor
-    return result
-
-
-def _open_clip_layer(layer: str, rest: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    if not rest.startswith("attn.in_proj_"):
-        yield f"{layer}.{_replace_module(rest, OPEN_CLIP_LAYER)}", tensor
-        return
-    leaf, width = rest.removeprefix("attn.in_proj_"), tensor.shape[0] // 3
-    for i, name in enumerate(("q_proj", "k_proj", "v_proj")):
-        third = slice(i * width, (i + 1) * width)
-        yield f"{layer}.self_attn.{name}.{leaf}", tensor.map(lambda x, third=third: x[third], (width, *tensor.shape[1:]))
-
-
-def transformers_to_open_clip(tensors: Mapping[str, Tensor]) -> Tensors:
-    """The opposite of `open_clip_to_transformers`; the last layer that SD 2.x never had stays away."""
-    result: Tensors = {}
-    back = {b: a for a, b in OPEN_CLIP_LAYER.items()}
-    top = {"text_model.embeddings.token_embedding": "token_embedding", "text_model.final_layer_norm": "ln_final"}
-    for key, tensor in tensors.items():
-        if key == "text_model.embeddings.position_embedding.weight":
-            result["positional_embedding"] = tensor
-        elif key == "text_projection.weight":
-            result["text_projection"] = tensor.map(np.transpose, tensor.shape[::-1])
-        elif match := re.fullmatch(r"text_model\.encoder\.layers\.(\d+)\.(.*)", key):
-            layer, rest = f"transformer.resblocks.{match[1]}", match[2]
-            if fused := re.fullmatch(r"self_attn\.(q|k|v)_proj\.(weight|bias)", rest):
-                if fused[1] == "q":
-                    parts = [tensors[key.replace(".q_proj.", f".{p}_proj.")] for p in "qkv"]
-                    shape = (3 * tensor.shape[0], *tensor.shape[1:])
-                    read = lambda parts=parts: np.concatenate([p.read() for p in parts])
-                    result[f"{layer}.attn.in_proj_{fused[2]}"] = Tensor(shape, tensor.dtype, read)
-            else:
-                result[f"{layer}.{_replace_module(rest, back)}"] = tensor
-        else:
-            result[_replace_module(key, top)] = tensor
-    return result
-
-
-def scheduler_config(kind: str, prediction_type: str) -> dict[str, Any]:
+def scheduler_config(kind: str, prediction_type: str, *, zero_snr: bool = False) -> dict[str, Any]:
     """The noise schedule that the family was trained with, as diffusers' scheduler_config.json."""
     betas = {"num_train_timesteps": 1000, "beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear",
              "trained_betas": None, "steps_offset": 1, "prediction_type": prediction_type}  # fmt: skip
+    if zero_snr:
+        betas["rescale_betas_zero_snr"] = True
     if kind == "sdxl":
         return {"_class_name": "EulerDiscreteScheduler", **betas, "timestep_spacing": "leading", "interpolation_type": "linear"}
     if kind == "sd2":
@@ -352,3 +261,57 @@ def prediction_type(kind: str, keys: Mapping[str, Tensor], metadata: Mapping[str
         f"{path} does not say what its UNet predicts; "
         "pass prediction_type=epsilon (SD 2-base) or v_prediction (SD 2.1 at 768 px)"
     )
+
+
+# --- A whole file ----------------------------------------------------------------------------------------
+
+
+def join(parts: Mapping[str, Tensors], configs: Mapping[str, Any], path: Path) -> Tensors:
+    """The tensors of a single file, from the parts' tensors by their PyTorch keys.
+
+    Raises:
+        ValueError: naming what a reader, who has only keys and shapes, would take for something else.
+    """
+    unet = from_diffusers(parts["unet"], unet_names(configs["unet"]), vae=False)
+    vae = from_diffusers(parts["vae"], vae_names(configs["vae"]), vae=True)
+    pieces = [(UNET, "unet", unet), (VAE, "vae", vae)]
+    if "text_encoder_2" in parts:
+        pieces.append((CLIP_L["sdxl"], "text_encoder", parts["text_encoder"]))
+        pieces.append((OPEN_CLIP["sdxl"], "text_encoder_2", open_clip.transformers_to_open_clip(parts["text_encoder_2"])))
+    elif configs["unet"].use_linear_projection:
+        pieces.append((OPEN_CLIP["sd2"], "text_encoder", open_clip.transformers_to_open_clip(parts["text_encoder"])))
+    else:
+        pieces.append((CLIP_L["sd1"], "text_encoder", parts["text_encoder"]))
+    for _, name, tensors in pieces:
+        _check_expressible(name, tensors, configs[name], sdxl="text_encoder_2" in parts, path=path)
+    return {prefix + key: tensor for prefix, _, tensors in pieces for key, tensor in tensors.items()}
+
+
+# What decides the outputs and is not a shape; the rest is checked with the weights when the file is read.
+UNWRITTEN = {
+    "unet": ("attention_head_dim", "norm_num_groups", "norm_eps", "flip_sin_to_cos", "freq_shift", "time_cond_proj_dim",
+             "addition_embed_type", "addition_time_embed_dim", "transformer_layers_per_block", "down_block_types",
+             "up_block_types"),
+    "vae": ("norm_num_groups", "scaling_factor"),
+    "text_encoder": ("hidden_act", "num_attention_heads", "layer_norm_eps", "num_hidden_layers", "architectures"),
+}  # fmt: skip
+
+
+def _check_expressible(name: str, tensors: Tensors, config: Any, *, sdxl: bool, path: Path) -> None:
+    """Compare what a reader would infer with what the network is."""
+    if name == "unet":
+        inferred: Any = unet_config(tensors, 64)
+    elif name == "vae":
+        inferred = vae_config(tensors, sdxl=sdxl, sample_size=512)
+    elif open_clip.is_open_clip(tensors):
+        inferred = open_clip.open_clip_config(tensors, projection=name == "text_encoder_2")
+    else:
+        inferred = open_clip.clip_config(tensors)
+    blocks = len(getattr(config, "block_out_channels", ()))
+    for key in UNWRITTEN[name.removesuffix("_2")]:
+        ours, theirs = getattr(config, key), getattr(inferred, key)
+        if blocks and key in ("attention_head_dim", "transformer_layers_per_block"):
+            ours, theirs = per_block(ours, blocks, key), per_block(theirs, blocks, key)
+        if ours != theirs:
+            said = f"the {name} has {key}={ours!r}; a reader takes {theirs!r}"
+            raise ValueError(f"{path}: the layout cannot say that {said}")

@@ -2,11 +2,14 @@
 
 import dataclasses
 import json
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from maxdiff.weights.tensors import Tensors, open_tensors
+from maxdiff.weights.tensors import SUFFIXES, Tensors, open_tensors
+
+logger = logging.getLogger(__name__)
 
 FromPt = Literal["auto"] | bool
 
@@ -75,6 +78,8 @@ def open_source(name: str | Path, revision: str | None = None) -> Source:
     if path.is_dir():
         files = tuple(sorted(p.relative_to(path).as_posix() for p in path.rglob("*") if p.is_file()))
         return Source(str(name), files, lambda _: path)
+    if path.suffix in SUFFIXES and len(path.parts) != 2:
+        raise FileNotFoundError(f"there is no file {name}")
     if path.exists() or len(path.parts) > 2 or str(name).startswith((".", "/", "~")):
         raise FileNotFoundError(f"there is no folder {name}")
     return _open_hub(str(name), revision)
@@ -137,7 +142,8 @@ def open_weights(
         folder: `unet`, `vae`, ...; "" for the source itself.
         from_pt: True for PyTorch weights, False for Flax weights, "auto" for what is there
             (safetensors before pickles, PyTorch before Flax).
-        variant: the infix of a second set of files, such as fp16.
+        variant: the infix of a second set of files, such as fp16. A folder without it gives its plain files
+            if another folder of the source has the variant (SD 1.5's non_ema concerns the UNet alone).
 
     Returns:
         The tensors under the file's own keys, whether they are Flax's, and the file's name.
@@ -146,11 +152,16 @@ def open_weights(
         FileNotFoundError: if there are no such weights, saying what is there.
         ValueError: if a file is damaged.
     """
-    if from_pt not in ("auto", True, False):
-        raise ValueError(f"from_pt={from_pt!r} is not supported (allowed: 'auto', True, False)")
     prefix = f"{folder}/" if folder else ""
     infix = f".{variant}" if variant else ""
     present = [f.removeprefix(prefix) for f in source.files if f.startswith(prefix) and "/" not in f.removeprefix(prefix)]
+    if (
+        variant
+        and not any(infix in file for file in present)
+        and any(f"{infix}." in f or f"{infix}-" in f for f in source.files)
+    ):
+        logger.info("%s: %s has no variant=%s; taking its plain weights", source.name, folder, variant)
+        variant, infix = None, ""
     candidates: list[str] = []
     if from_pt in ("auto", True):
         for suffix in ("safetensors", "bin"):

@@ -28,6 +28,7 @@ SAFETENSORS_DTYPES: dict[str, Any] = {
 # What the format itself allows a header to take.
 MAX_HEADER_BYTES = 100_000_000
 TORCH_SUFFIXES = (".bin", ".ckpt", ".pt", ".pth")
+SUFFIXES = (".safetensors", ".msgpack", *TORCH_SUFFIXES)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +63,7 @@ def open_tensors(path: Path) -> Tensors:
         return _open_msgpack(path)
     if path.suffix in TORCH_SUFFIXES:
         return _open_torch(path)
-    raise ValueError(f"{path}: unknown suffix (allowed: .safetensors, .msgpack, {', '.join(TORCH_SUFFIXES)})")
+    raise ValueError(f"{path}: a file of weights ends in one of {', '.join(SUFFIXES)}")
 
 
 def read_metadata(path: Path) -> dict[str, str]:
@@ -93,6 +94,8 @@ def _safetensors_header(path: Path, data: mmap.mmap) -> tuple[dict[str, Any], in
         header = json.loads(data[8 : 8 + length])
     except ValueError as error:
         raise ValueError(f"{path} is not a safetensors file: its header is no JSON ({error})") from None
+    if not isinstance(header, dict):
+        raise ValueError(f"{path} is not a safetensors file: its header is no JSON object")
     return header, 8 + length
 
 
@@ -100,22 +103,36 @@ def _open_safetensors(path: Path) -> Tensors:
     data = _map_file(path)
     header, start = _safetensors_header(path, data)
     tensors: Tensors = {}
-    end = 0
+    spans = []
     for name, entry in header.items():
         if name == "__metadata__":
             continue
-        if entry["dtype"] not in SAFETENSORS_DTYPES:
-            raise ValueError(f"{path}: tensor {name} has dtype {entry['dtype']} (allowed: {', '.join(SAFETENSORS_DTYPES)})")
-        dtype, shape = np.dtype(SAFETENSORS_DTYPES[entry["dtype"]]), tuple(entry["shape"])
-        low, high = entry["data_offsets"]
+        try:
+            kind, shape, (low, high) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        except (TypeError, KeyError, ValueError):
+            raise ValueError(f"{path} is not a safetensors file: its header says of {name}: {entry!r}") from None
+        if kind not in SAFETENSORS_DTYPES:
+            raise ValueError(f"{path}: tensor {name} has dtype {kind} (allowed: {', '.join(SAFETENSORS_DTYPES)})")
+        dtype = np.dtype(SAFETENSORS_DTYPES[kind])
         if high - low != math.prod(shape) * dtype.itemsize:
             raise ValueError(f"{path}: tensor {name} of shape {shape} and dtype {dtype} has {high - low} bytes")
-        end = max(end, high)
+        spans.append((low, high))
         tensors[name] = Tensor(shape, dtype, _view(data, start + low, dtype, shape))
-    if start + end != len(data):
-        problem = "is truncated" if start + end > len(data) else "has bytes after its last tensor"
-        raise ValueError(f"{path} {problem}: its tensors end at byte {start + end}, the file at {len(data)}")
+    _check_spans(path, spans, len(data) - start)
     return tensors
+
+
+def _check_spans(path: Path, spans: list[tuple[int, int]], size: int) -> None:
+    """The tensors' bytes must follow each other from the header to the end of the file."""
+    position = 0
+    for low, high in sorted(spans):
+        if low != position:
+            raise ValueError(f"{path} is not a safetensors file: a tensor begins at byte {low} where {position} is expected")
+        position = high
+    if position > size:
+        raise ValueError(f"{path} is truncated: its tensors take {position} bytes, the file has {size}")
+    if position < size:
+        raise ValueError(f"{path} has {size - position} bytes after its last tensor")
 
 
 def _view(data: mmap.mmap, offset: int, dtype: np.dtype, shape: tuple[int, ...]) -> Callable[[], np.ndarray]:

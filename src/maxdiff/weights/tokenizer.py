@@ -39,8 +39,9 @@ class CLIPTokenizer:
             if token not in self.vocab:
                 raise ValueError(f"the tokenizer's vocabulary has no {token!r}")
 
-    def __call__(self, texts: Sequence[str]) -> np.ndarray:
-        """Ids of each text, int32 [n max_length]; a longer text is cut, its end token kept."""
+    def __call__(self, texts: str | Sequence[str]) -> np.ndarray:
+        """Ids of each text (or of one), int32 [n max_length]; a longer text is cut, its end token kept."""
+        texts = [texts] if isinstance(texts, str) else texts
         ids = np.full((len(texts), self.max_length), self.vocab[self.pad_token], np.int32)
         for row, encoding in zip(ids, self._backend.encode_batch(list(texts)), strict=True):
             found = encoding.ids
@@ -77,8 +78,8 @@ class CLIPTokenizer:
         backend.add_special_tokens([START, END, self.pad_token])
         return backend
 
-    def save(self, folder: Path) -> None:
-        """Write the files that transformers reads."""
+    def save(self, folder: Path) -> list[str]:
+        """Write the files that transformers reads; returns their names."""
         special = {"bos_token": START, "eos_token": END, "unk_token": END, "pad_token": self.pad_token}
         config = {
             "tokenizer_class": "CLIPTokenizer",
@@ -88,14 +89,15 @@ class CLIPTokenizer:
             "model_max_length": self.max_length,
             **special,
         }
-        _write(folder / "vocab.json", json.dumps(self.vocab, ensure_ascii=False))
-        _write(folder / "merges.txt", "\n".join(("#version: 0.2", *self.merges, "")))
-        _write(folder / "special_tokens_map.json", json.dumps(special, indent=2))
-        _write(folder / "tokenizer_config.json", json.dumps(config, indent=2))
-
-
-def _write(path: Path, text: str) -> None:
-    write_atomically(path, [text.encode()])
+        files = {
+            "vocab.json": json.dumps(self.vocab, ensure_ascii=False),
+            "merges.txt": "\n".join(("#version: 0.2", *self.merges, "")),
+            "special_tokens_map.json": json.dumps(special, indent=2),
+            "tokenizer_config.json": json.dumps(config, indent=2),
+        }
+        for name, text in files.items():
+            write_atomically(folder / name, [text.encode()])
+        return list(files)
 
 
 def published_tokenizer(pad_token: str = END, max_length: int = 77) -> CLIPTokenizer:
@@ -128,6 +130,8 @@ def read_tokenizer(source: Source, folder: str) -> CLIPTokenizer:
         merges = _merges(source.local(f"{prefix}merges.txt").read_text(encoding="utf-8"))
     elif source.has(f"{prefix}tokenizer.json"):
         whole = source.json(f"{prefix}tokenizer.json")
+        if whole.get("model", {}).get("type", "BPE") != "BPE" or "merges" not in whole.get("model", {}):
+            raise ValueError(f"{source.name}/{prefix}tokenizer.json is not that of a CLIP tokenizer")
         vocab = whole["model"]["vocab"]
         merges = tuple(m if isinstance(m, str) else " ".join(m) for m in whole["model"]["merges"])
         if extra := [t["content"] for t in whole.get("added_tokens", ()) if t["content"] not in vocab]:
