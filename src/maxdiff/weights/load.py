@@ -79,15 +79,18 @@ def check_params(network: Network, tensors: Mapping[str, Tensor], where: str) ->
 
 def _place(read: Callable[[], np.ndarray], shape: tuple[int, ...], dtype: Any, sharding: jax.sharding.Sharding) -> jax.Array:
     whole = read()
+
+    def piece(index: Any) -> np.ndarray:
+        # JAX copies an array whose layout is not its own, such as a turned kernel; but where the memory is
+        # the CPU's it takes one that lies right as it is, and the file's pages must never be taken: they
+        # change with the file.
+        part = whole[index]
+        return part.astype(dtype, copy=bool(part.flags.c_contiguous))
+
     if isinstance(sharding, jax.sharding.SingleDeviceSharding):
         (device,) = sharding.device_set
-        # Where the memory is the CPU's own, JAX takes an array that lies in its layout as it is, whatever
-        # `may_alias` says. The file's pages must not be taken: they change with the file.
-        placed = jax.device_put(whole.copy() if whole.flags.c_contiguous else whole, device)
-        # Converted on the device: half the transfer for a float16 file, and faster than numpy on a CPU too.
-        return placed.astype(dtype)
-    # Converted on the host: threads must not launch programs on several processes' devices in any order.
-    return jax.make_array_from_callback(shape, sharding, lambda index: np.array(whole[index], dtype, order="C"))
+        return jax.device_put(piece(...), device)
+    return jax.make_array_from_callback(shape, sharding, piece)
 
 
 def _compare(wanted: set[str], present: set[str], where: str) -> None:
