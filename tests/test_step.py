@@ -1,4 +1,6 @@
-import re
+"""Training steps end to end on tiny pipelines: exact across meshes and restarts, and they learn."""
+
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -8,102 +10,142 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks import parity
-from maxdiff.models.layers import Compute
-from maxdiff.models.network import Network, Params, flatten, unflatten
-from maxdiff.models.unet import UNet2DConditionModel, UNetConfig
+from maxdiff.checkpoint import Checkpoints
+from maxdiff.diffusion.objective import Objective
+from maxdiff.diffusion.schedule import noise_schedule
+from maxdiff.gradients import gradient_function
+from maxdiff.models.network import flatten, unflatten
+from maxdiff.optim import make_optimizer
+from maxdiff.pipeline import Pipeline
 from maxdiff.sharding import Layout, make_mesh
-from maxdiff.step import gradient_function
+from maxdiff.state import TrainState, abstract_state, make_state, state_shardings
+from maxdiff.step import Ema, diffusion_losses, make_train_step
 from tests.test_sharding import AXES, MAXDIFFUSION_RULES
 
-CONFIG = {**parity.SMALL, "block_out_channels": (32,), "down_block_types": (parity.CROSS_DOWN,), "up_block_types": (parity.CROSS_UP,),
-          "attention_head_dim": 4}  # fmt: skip
-RULES = [*MAXDIFFUSION_RULES, ["mlp", "tensor"]]
-EXAMPLES = 16
+EXAMPLES = 8
 
 
-def network(compute: Compute | None = None) -> Network:
-    return Network(UNet2DConditionModel, UNetConfig.from_dict(CONFIG), compute)
+class Run:
+    """What train.py would set up: a pipeline on a mesh, its UNet trained."""
 
+    def __init__(self, folder: Path, sizes: tuple[int, int, int], accumulation: int = 1, objective: Objective | None = None):
+        self.mesh = make_mesh(AXES, dict(zip(AXES, sizes, strict=True)), {}, devices=jax.devices()[: int(np.prod(sizes))])
+        self.layout = Layout(self.mesh, MAXDIFFUSION_RULES)
+        pipeline = Pipeline.load(folder)
+        self.networks = {name: part.network for name, part in pipeline.networks()}
+        shardings = {"unet": self.layout.shardings(self.networks["unet"])}
+        self.optimizer = make_optimizer("adamw", lambda _: jnp.float32(1e-3), weight_decay=0.01)
+        make = lambda: make_state({"unet": pipeline.unet.params}, self.optimizer, use_ema=True)
+        self.abstract = abstract_state(make, self.optimizer, shardings)
+        # Copied, as the step donates what it is given and these are kept.
+        self.fresh = lambda: jax.device_put(jax.tree.map(jnp.copy, make()), state_shardings(self.abstract))
+        whole = NamedSharding(self.mesh, P())
+        frozen = {name: part.params for name, part in pipeline.networks() if name != "unet"}
+        self.constants = jax.device_put({"frozen": frozen, "empty_ids": jnp.asarray(pipeline.tokenizer(""))}, whole)
+        self.key = jax.device_put(jax.random.key(5), whole)
+        specs = {"unet": unflatten(self.layout.specs(self.networks["unet"]).items())}
+        losses = diffusion_losses(
+            self.networks, objective or Objective(caption_dropout=0.2), noise_schedule(pipeline.scheduler)
+        )
+        step = make_train_step(gradient_function(losses, self.mesh, specs, accumulation), self.optimizer, Ema(0.9))
+        self.step = jax.jit(step, donate_argnums=0, out_shardings=(state_shardings(self.abstract), None))
 
-def inputs() -> tuple[Params, dict[str, np.ndarray]]:
-    rng = np.random.default_rng(0)
-    params = jax.tree.map(lambda s: rng.standard_normal(s.shape, np.float32) * 0.1, network().abstract())
-    x = {
-        "sample": rng.standard_normal((EXAMPLES, 4, 4, 4), np.float32),
-        "timesteps": rng.integers(0, 1000, EXAMPLES).astype(np.int32),
-        "encoder_hidden_states": rng.standard_normal((EXAMPLES, 8, CONFIG["cross_attention_dim"]), np.float32),
-        "target": rng.standard_normal((EXAMPLES, 4, 4, 4), np.float32),
-    }
-    return params, x
+    def batch(self, number: int) -> dict[str, jax.Array]:
+        rng = np.random.default_rng(number)
+        arrays = {
+            "image": rng.integers(0, 256, (EXAMPLES, 16, 16, 3), np.uint8),
+            "input_ids": rng.integers(0, 40000, (EXAMPLES, 77)).astype(np.int32),
+            "position": np.arange(EXAMPLES, dtype=np.int32),
+        }
+        return jax.device_put(arrays, NamedSharding(self.mesh, P(("data", "fsdp"))))
 
-
-def losses(compute: Compute | None = None):
-    """Each example's mean square error [b]."""
-    apply = network(compute).apply
-
-    def function(params: Params, batch: dict[str, Any]) -> jax.Array:
-        out = apply(params, batch["sample"], batch["timesteps"], batch["encoder_hidden_states"])
-        return jnp.mean(jnp.square(out - batch["target"]), axis=(1, 2, 3))
-
-    return function
-
-
-def compile_on(sizes: tuple[int, int, int], accumulation: int):
-    """The compiled gradient on a mesh, its inputs placed there, and the layout."""
-    mesh = make_mesh(AXES, dict(zip(AXES, sizes, strict=True)), {})
-    layout = Layout(mesh, RULES)
-    specs = unflatten(layout.specs(network()).items())
-    compute = Compute(constrain=layout.constrain, gather=layout.gather) if sizes[2] > 1 else Compute()
-    params, batch = inputs()
-    params = jax.device_put(params, layout.shardings(network()))
-    batch = jax.device_put(batch, NamedSharding(mesh, P(("data", "fsdp"))))
-    gradients = gradient_function(losses(compute), mesh, specs, accumulation)
-    return jax.jit(gradients).lower(params, batch).compile(), params, batch, layout
+    def train(self, state: TrainState, first: int, last: int) -> tuple[TrainState, list[float]]:
+        losses = []
+        for number in range(first, last):
+            state, metrics = self.step(state, self.constants, self.batch(number), self.key)
+            losses.append(float(metrics["loss"]))
+        return state, losses
 
 
 @pytest.fixture(scope="module")
-def expected() -> tuple[float, dict]:
-    params, batch = inputs()
-    loss, gradient = jax.jit(jax.value_and_grad(lambda p: jnp.mean(losses()(p, batch))))(params)
-    return float(loss), dict(flatten(gradient))
+def alone(folders: dict[str, Path]) -> Run:
+    return Run(folders["sd1"], (1, 1, 1))
 
 
-@pytest.mark.parametrize(("sizes", "accumulation"), [((8, 1, 1), 1), ((1, 8, 1), 2), ((2, 4, 1), 2), ((2, 2, 2), 2)])
-def test_loss_and_gradients_are_those_of_one_device(sizes, accumulation: int, expected):
-    compiled, params, batch, layout = compile_on(sizes, accumulation)
-    loss, gradient = compiled(params, batch)
-    assert float(loss) == pytest.approx(expected[0], rel=1e-5)
-    largest = max(float(np.linalg.norm(g)) for g in expected[1].values())
-    shardings = dict(flatten(layout.shardings(network())))
-    for path, g in flatten(gradient):
-        assert g.dtype == jnp.float32
-        assert g.sharding.is_equivalent_to(shardings[path], g.ndim), path
-        assert np.linalg.norm(g - expected[1][path]) <= 1e-5 * max(np.linalg.norm(expected[1][path]), 1e-2 * largest), path
-    if sizes == (2, 4, 1):
-        check_collectives(compiled.as_text())
+@pytest.fixture(scope="module")
+def sharded(folders: dict[str, Path]) -> Run:
+    return Run(folders["sd1"], (2, 2, 1), accumulation=2)
 
 
-def check_collectives(hlo: str):
-    """Weights are gathered whole and gradients reduced, once each, outside of the accumulation's loop."""
-    computations = re.split(r"\n(?=%?[\w.-]+ \(|ENTRY )", hlo)
-    entry = next(c for c in computations if c.startswith("ENTRY"))
-    kinds = r"(all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
-    assert not re.search(kinds, hlo.replace(entry, ""))  # nothing in a loop's body
-    assert not re.search(r"(all-to-all|collective-permute)(?:-start)?\(", entry)
-    shapes = {tuple(spec.shape) for spec in network().specs.values()}
-    gathered = re.findall(r"f32\[([\d,]*)\][^=]*? all-gather(?:-start)?\(", entry)
-    assert gathered
-    for dims in gathered:
-        assert tuple(int(d) for d in dims.split(",") if d) in shapes, dims
+def test_losses_are_those_of_one_device(alone: Run, sharded: Run):
+    _, expected = alone.train(alone.fresh(), 0, 5)
+    state, losses = sharded.train(sharded.fresh(), 0, 5)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    assert int(state.step) == 5
 
 
-def test_a_batch_that_does_not_divide_is_an_error():
-    params, batch = inputs()
-    mesh = make_mesh(AXES, {"data": 8}, {})
-    specs = jax.tree.map(lambda _: P(), params)
-    gradients = gradient_function(losses(), mesh, specs, accumulation=4)
-    with pytest.raises(
-        ValueError, match="global batch of 16 does not divide into 8 devices \\(data x fsdp\\) and 4 micro-batches"
-    ):
-        gradients(params, batch)
+def test_moments_and_average_lie_as_the_parameters_do(folders):
+    run = Run(folders["sd1"], (1, 8, 1))
+    per_device = lambda tree: sum(int(np.prod(x.sharding.shard_shape(x.shape))) for x in jax.tree.leaves(tree))
+    params = per_device(run.abstract.params)
+    assert params < 0.15 * run.networks["unet"].num_parameters()
+    assert per_device(run.abstract.ema) == params
+    assert per_device(run.abstract.opt_state) == pytest.approx(2 * params, rel=0.01)
+
+
+def test_resumed_from_a_checkpoint_is_bit_for_bit_the_uninterrupted_run(sharded: Run, tmp_path: Path):
+    expected, losses = sharded.train(sharded.fresh(), 0, 6)
+    state, before = sharded.train(sharded.fresh(), 0, 3)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(3, state)
+    del state
+    with Checkpoints(tmp_path) as checkpoints:
+        state = checkpoints.restore(checkpoints.steps()[-1], sharded.abstract)
+    state, after = sharded.train(state, int(state.step), 6)
+    assert before + after == losses
+    assert jax.tree.all(jax.tree.map(np.array_equal, jax.device_get(state), jax.device_get(expected)))
+
+
+def test_a_small_model_learns_eight_images(alone: Run, folders):
+    batch, state = alone.batch(0), alone.fresh()
+    losses = []
+    for _ in range(60):
+        state, metrics = alone.step(state, alone.constants, batch, alone.key)
+        losses.append(float(metrics["loss"]))
+    assert np.mean(losses[-10:]) < 0.8 * np.mean(losses[:3])
+    average, current = (dict(flatten(tree)) for tree in (state.ema, state.params))
+    path = ("unet", "conv_out", "kernel")
+    start = dict(flatten(Pipeline.load(folders["sd1"]).unet.params))[path[1:]]
+    # The average follows: between where the weights began and where they are.
+    assert 0 < np.linalg.norm(average[path] - current[path]) < np.linalg.norm(current[path] - start)
+
+
+def test_sdxl_trains_on_size_and_crop(folders):
+    pipeline = Pipeline.load(folders["sdxl"])
+    assert pipeline.tokenizer_2 is not None
+    networks = {name: part.network for name, part in pipeline.networks()}
+    losses = diffusion_losses(networks, Objective(), noise_schedule(pipeline.scheduler))
+    frozen = {name: part.params for name, part in pipeline.networks() if name != "unet"}
+    constants: dict[str, Any] = {
+        "frozen": frozen,
+        "key": jax.random.key(0),
+        "empty_ids": jnp.asarray(pipeline.tokenizer("")),
+        "empty_ids_2": jnp.asarray(pipeline.tokenizer_2("")),
+    }
+    rng = np.random.default_rng(0)
+    batch = {
+        "image": jnp.asarray(rng.integers(0, 256, (2, 16, 16, 3), np.uint8)),
+        "input_ids": jnp.asarray(pipeline.tokenizer(["a cat", "a dog"])),
+        "input_ids_2": jnp.asarray(pipeline.tokenizer_2(["a cat", "a dog"])),
+        "position": jnp.arange(2, dtype=jnp.int32),
+        "original_size": jnp.array([[512, 640], [100, 120]], jnp.int32),
+        "crop": jnp.zeros((2, 2), jnp.int32),
+    }
+    function = jax.jit(lambda b: losses({"unet": pipeline.unet.params}, constants, b))
+    plain = function(batch)
+    assert plain.shape == (2,)
+    assert np.all(np.isfinite(plain))
+    # Only the example whose crop changed has another loss.
+    moved = function({**batch, "crop": batch["crop"].at[1].set(30)})
+    assert plain[0] == moved[0]
+    assert plain[1] != moved[1]

@@ -1,137 +1,107 @@
-"""Loss and gradients of one optimizer step over a mesh: pure functions, reduced across devices once.
+"""One optimizer step, and one held-out loss: pure functions of state, frozen weights and batch.
 
-A batch is a dict of arrays whose first dimension is the examples of the global batch, split over the mesh
-axes data and fsdp. `losses(params, micro_batch) -> [b]` gives each example's loss; what is differentiated
-is their mean over the global batch, so splitting it, over devices or micro-batches, changes nothing but the
-order of a float32 sum.
+A batch is a dict of [b ...] arrays: image uint8 [b h w 3], input_ids int32 [b 77], position int32 [b] (each
+example's place in the global batch, from which all its randomness comes) and, for SDXL, input_ids_2 and
+original_size and crop int32 [b 2], in pixels, height first.
 """
 
-import math
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from maxdiff.models.network import Params
+from maxdiff.diffusion.objective import Objective, drop_caption, mean_loss, noisy_batch, vae_noise
+from maxdiff.diffusion.schedule import NoiseSchedule
+from maxdiff.gradients import Batch, GradientFunction, Losses
+from maxdiff.models.network import Network, Params
+from maxdiff.optim import ema_decay, update_ema
+from maxdiff.state import TrainState
 
-Batch = dict[str, jax.Array]
-Losses = Callable[[Params, Batch], jax.Array]
-GradientFunction = Callable[[Params, Batch], tuple[jax.Array, Params]]
-
-# Mesh axes over which the examples of a batch are split.
-BATCH_AXES = ("data", "fsdp")
+Metrics = dict[str, jax.Array]
+TrainStep = Callable[[TrainState, Params, Batch, jax.Array], tuple[TrainState, Metrics]]
 
 
-def gradient_function(losses: Losses, mesh: Mesh, specs: Params, accumulation: int = 1) -> GradientFunction:
-    """(params, batch) -> (mean loss, its gradient, float32 and split as the parameters are).
+@dataclasses.dataclass(frozen=True)
+class Ema:
+    """The moving average of weights, as `optim.ema_decay` takes it."""
 
-    With a tensor axis of 1 every collective is written out, and gradients are reduced once a step. With more,
-    XLA's partitioner places them, and reduces in every micro-batch; `losses` must then gather weights and
-    constrain activations itself (`Compute.gather`, `Compute.constrain`), and must not otherwise.
+    decay: float = 0.9999
+    warmup: bool = True
+    start_step: int = 0
+
+
+def diffusion_losses(networks: Mapping[str, Network], objective: Objective, schedule: NoiseSchedule) -> Losses:
+    """losses(params, constants, batch) -> [b] of the denoising objective.
 
     Args:
-        specs: the PartitionSpec of every parameter, as the parameter tree.
-        accumulation: micro-batches in a batch, computed one after the other to save memory.
+        networks: unet, vae, text_encoder and, for SDXL, text_encoder_2. Which of them are trained is for the
+            caller to say: those in `params` are, the others are in constants["frozen"].
 
-    Raises:
-        ValueError: when called, for a batch that does not divide into devices and micro-batches.
+    `constants` also holds `key`, the step's random key, and `empty_ids` (and `empty_ids_2`), int32 [1 77], the
+    tokens of the empty caption that replaces a dropped one.
     """
-    if mesh.shape.get("tensor", 1) > 1:
-        return _automatic(losses, mesh, specs, accumulation)
-    return _manual(losses, mesh, specs, accumulation)
+    scaling_factor = networks["vae"].config.scaling_factor
+
+    def losses(params: Params, constants: Mapping[str, Any], batch: Batch) -> jax.Array:
+        weights = {**constants["frozen"], **params}
+        key, position = constants["key"], batch["position"]
+        images = batch["image"].astype(jnp.float32) / 127.5 - 1.0
+        latents = networks["vae"].apply(weights["vae"], images, method="encode")
+        noise = vae_noise(key, position, latents.mean.shape[1:])
+        # The autoencoder is never trained here; nor need its activations be kept.
+        x0 = lax.stop_gradient(latents.sample(noise) * scaling_factor)
+        noisy = noisy_batch(objective, schedule, x0, key, position)
+        dropped = drop_caption(objective, key, position)
+        states, added = _text(networks, weights, constants, batch, dropped)
+        prediction = networks["unet"].apply(weights["unet"], noisy.noisy, noisy.t, states, added)
+        return mean_loss(prediction, noisy.target, noisy.weight)
+
+    return losses
 
 
-def _manual(losses: Losses, mesh: Mesh, specs: Params, accumulation: int) -> GradientFunction:
-    axes = tuple(axis for axis in BATCH_AXES if axis in mesh.shape)
+def _text(
+    networks: Mapping[str, Network], weights: Params, constants: Mapping[str, Any], batch: Batch, dropped: jax.Array
+) -> tuple[jax.Array, dict[str, jax.Array] | None]:
+    """Text states [b 77 d], and SDXL's added conditioning."""
 
-    def gather(p: jax.Array, spec: PartitionSpec) -> jax.Array:
-        dim = _fsdp_dim(spec)
-        return p if dim is None else lax.all_gather(p, "fsdp", axis=dim, tiled=True)
+    def encode(suffix: str) -> Any:
+        part = f"text_encoder{suffix}"
+        ids = jnp.where(dropped[:, None], constants[f"empty_ids{suffix}"], batch[f"input_ids{suffix}"])
+        return networks[part].apply(weights[part], ids)
 
-    def reduce(gradient: jax.Array, spec: PartitionSpec) -> jax.Array:
-        dim = _fsdp_dim(spec)
-        if dim is None:
-            return lax.psum(gradient, axes)
-        gradient = lax.psum_scatter(gradient, "fsdp", scatter_dimension=dim, tiled=True)
-        return lax.psum(gradient, "data") if "data" in axes else gradient
-
-    def local(params: Params, batch: Batch) -> tuple[jax.Array, Params]:
-        examples = _examples(batch) * math.prod(mesh.shape[axis] for axis in axes)
-        weights = jax.tree.map(gather, params, specs)
-        micro = {key: x.reshape(accumulation, -1, *x.shape[1:]) for key, x in batch.items()}
-        loss, gradient = _accumulate(losses, weights, micro)
-        gradient = jax.tree.map(lambda g, spec: reduce(g, spec) / examples, gradient, specs)
-        return lax.psum(loss, axes) / examples, gradient
-
-    mapped = jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=(specs, PartitionSpec(axes)),
-        out_specs=(PartitionSpec(), specs),
-        # The gradient is taken wholly inside, so no collective is differentiated and nothing is to be checked.
-        check_vma=False,
-    )
-    return lambda params, batch: mapped(params, _checked(batch, mesh, axes, accumulation))
+    if "text_encoder_2" not in networks:
+        return encode("").last_hidden_state, None
+    first, second = encode(""), encode("_2")
+    states = jnp.concatenate([first.hidden_states[-2], second.hidden_states[-2]], axis=-1)
+    height, width = batch["image"].shape[1:3]
+    target = jnp.broadcast_to(jnp.array([[height, width]], jnp.int32), batch["crop"].shape)
+    time_ids = jnp.concatenate([batch["original_size"], batch["crop"], target], axis=-1)
+    return states, {"text_embeds": second.text_embeds, "time_ids": time_ids.astype(jnp.float32)}
 
 
-def _automatic(losses: Losses, mesh: Mesh, specs: Params, accumulation: int) -> GradientFunction:
-    axes = tuple(axis for axis in BATCH_AXES if axis in mesh.shape)
-    shards = math.prod(mesh.shape[axis] for axis in axes)
+def make_train_step(
+    gradients: GradientFunction, optimizer: optax.GradientTransformationExtraArgs, ema: Ema | None
+) -> TrainStep:
+    """train_step(state, constants, batch, seed_key) -> (state, metrics); jit it and donate the state.
 
-    def split(x: jax.Array) -> jax.Array:
-        # Each device's examples are cut in `accumulation` parts, so that none moves to another device.
-        parts = x.reshape(shards, accumulation, -1, *x.shape[1:]).swapaxes(0, 1)
-        parts = parts.reshape(accumulation, -1, *x.shape[1:])
-        return lax.with_sharding_constraint(parts, NamedSharding(mesh, PartitionSpec(None, axes)))
+    The step's randomness is fold_in(seed_key, state.step), so it is the same after any restart. Metrics are
+    `loss` (the mean over the batch) and `grad_norm` (before clipping), float32 scalars that stay on the device.
+    """
 
-    def whole(params: Params, batch: Batch) -> tuple[jax.Array, Params]:
-        batch = _checked(batch, mesh, axes, accumulation)
-        loss, gradient = _accumulate(losses, params, {key: split(x) for key, x in batch.items()})
-        examples = _examples(batch)
-        stored = lambda g, spec: lax.with_sharding_constraint(g / examples, NamedSharding(mesh, spec))
-        return loss / examples, jax.tree.map(stored, gradient, specs)
+    def train_step(state: TrainState, constants: Params, batch: Batch, seed_key: jax.Array) -> tuple[TrainState, Metrics]:
+        key = jax.random.fold_in(seed_key, state.step)
+        loss, gradient = gradients(state.params, {**constants, "key": key}, batch)
+        updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
+        params: Any = optax.apply_updates(state.params, updates)
+        step = state.step + 1
+        average = state.ema
+        if ema is not None and average is not None:
+            average = update_ema(average, params, ema_decay(step, ema.decay, ema.warmup, ema.start_step))
+        metrics = {"loss": loss, "grad_norm": optax.tree.norm(gradient)}
+        return TrainState(step, params, average, opt_state), metrics
 
-    return whole
-
-
-def _accumulate(losses: Losses, params: Params, micro: Batch) -> tuple[jax.Array, Params]:
-    """Sum of all losses and its gradient, in float32; `micro` is [micro-batches b ...]."""
-
-    def total(params: Params, batch: Batch) -> jax.Array:
-        return jnp.sum(losses(params, batch).astype(jnp.float32))
-
-    def body(sums: Any, batch: Batch) -> tuple[Any, None]:
-        here = jax.value_and_grad(total)(params, batch)
-        return jax.tree.map(lambda a, b: a + b.astype(jnp.float32), sums, here), None
-
-    if next(iter(micro.values())).shape[0] == 1:
-        loss, gradient = jax.value_and_grad(total)(params, {key: x[0] for key, x in micro.items()})
-        return loss, jax.tree.map(lambda g: g.astype(jnp.float32), gradient)
-    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), (jnp.zeros(()), params))
-    return lax.scan(body, zeros, micro)[0]
-
-
-def _checked(batch: Batch, mesh: Mesh, axes: tuple[str, ...], accumulation: int) -> Batch:
-    shards = math.prod(mesh.shape[axis] for axis in axes)
-    examples = _examples(batch)
-    if examples % (shards * accumulation):
-        raise ValueError(
-            f"a global batch of {examples} does not divide into {shards} devices ({' x '.join(axes)}) "
-            f"and {accumulation} micro-batches"
-        )
-    return batch
-
-
-def _examples(batch: Batch) -> int:
-    return next(iter(batch.values())).shape[0]
-
-
-def _fsdp_dim(spec: PartitionSpec) -> int | None:
-    """The dimension that is split over fsdp."""
-    for dim, entry in enumerate(spec):
-        if entry == "fsdp" or (isinstance(entry, tuple) and "fsdp" in entry):
-            return dim
-    return None
+    return train_step

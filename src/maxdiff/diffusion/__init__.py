@@ -1,0 +1,1 @@
+"""The diffusion process, apart from any network: noise schedule, training objective, samplers."""

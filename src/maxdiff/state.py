@@ -1,0 +1,64 @@
+"""What training changes: parameters, their moving average, the optimizer's moments, the step."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from maxdiff.models.network import Params
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """A tree of arrays, donated to each step and saved as it is.
+
+    Attributes:
+        step: optimizer steps made, int32.
+        params: the trained networks' parameters by part, {"unet": ..., "text_encoder": ...}.
+        ema: their moving average, of the same form; None without.
+        opt_state: optax's.
+    """
+
+    step: jax.Array
+    params: Params
+    ema: Params | None
+    opt_state: Any
+
+
+def make_state(params: Params, optimizer: optax.GradientTransformation, *, use_ema: bool) -> TrainState:
+    """The state before the first step; the average begins as the parameters. Jit it with `state_shardings`."""
+    ema = jax.tree.map(jnp.copy, params) if use_ema else None  # a buffer of its own, as the state is donated
+    return TrainState(jnp.zeros((), jnp.int32), params, ema, optimizer.init(params))
+
+
+def abstract_state(make: Callable[[], TrainState], optimizer: optax.GradientTransformation, shardings: Params) -> TrainState:
+    """The state as jax.ShapeDtypeStructs with shardings, without computing it.
+
+    Moments lie as their parameters do. Left to itself XLA would put them all on one device.
+
+    Args:
+        make: gives the state; only traced.
+        shardings: the NamedSharding of every parameter.
+    """
+    shapes = jax.eval_shape(make)
+    mesh = next(iter(jax.tree.leaves(shardings))).mesh
+    replicated = NamedSharding(mesh, PartitionSpec())
+    moments = optax.tree.map_params(
+        optimizer,
+        lambda _, sharding: sharding,
+        shapes.opt_state,
+        shardings,
+        transform_non_params=lambda _: replicated,
+    )
+    placed = TrainState(replicated, shardings, shardings if shapes.ema is not None else None, moments)  # pyright: ignore[reportArgumentType]
+    return jax.tree.map(lambda s, where: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where), shapes, placed)
+
+
+def state_shardings(abstract: TrainState) -> TrainState:
+    """The shardings of an abstract state, for `out_shardings`."""
+    return jax.tree.map(lambda leaf: leaf.sharding, abstract)

@@ -1,0 +1,110 @@
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from benchmarks import parity
+from maxdiff.gradients import gradient_function
+from maxdiff.models.layers import Compute
+from maxdiff.models.network import Network, Params, flatten, unflatten
+from maxdiff.models.unet import UNet2DConditionModel, UNetConfig
+from maxdiff.sharding import Layout, make_mesh
+from tests.test_sharding import AXES, MAXDIFFUSION_RULES
+
+CONFIG = {**parity.SMALL, "block_out_channels": (32,), "down_block_types": (parity.CROSS_DOWN,), "up_block_types": (parity.CROSS_UP,),
+          "attention_head_dim": 4}  # fmt: skip
+RULES = [*MAXDIFFUSION_RULES, ["mlp", "tensor"]]
+EXAMPLES = 16
+
+
+def network(compute: Compute | None = None) -> Network:
+    return Network(UNet2DConditionModel, UNetConfig.from_dict(CONFIG), compute)
+
+
+def inputs() -> tuple[Params, dict[str, np.ndarray]]:
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(lambda s: rng.standard_normal(s.shape, np.float32) * 0.1, network().abstract())
+    x = {
+        "sample": rng.standard_normal((EXAMPLES, 4, 4, 4), np.float32),
+        "timesteps": rng.integers(0, 1000, EXAMPLES).astype(np.int32),
+        "encoder_hidden_states": rng.standard_normal((EXAMPLES, 8, CONFIG["cross_attention_dim"]), np.float32),
+        "target": rng.standard_normal((EXAMPLES, 4, 4, 4), np.float32),
+    }
+    return params, x
+
+
+def losses(compute: Compute | None = None):
+    """Each example's mean square error [b]."""
+    apply = network(compute).apply
+
+    def function(params: Params, constants: Any, batch: dict[str, Any]) -> jax.Array:
+        del constants
+        out = apply(params, batch["sample"], batch["timesteps"], batch["encoder_hidden_states"])
+        return jnp.mean(jnp.square(out - batch["target"]), axis=(1, 2, 3))
+
+    return function
+
+
+def compile_on(sizes: tuple[int, int, int], accumulation: int):
+    """The compiled gradient on a mesh, its inputs placed there, and the layout."""
+    mesh = make_mesh(AXES, dict(zip(AXES, sizes, strict=True)), {})
+    layout = Layout(mesh, RULES)
+    specs = unflatten(layout.specs(network()).items())
+    compute = Compute(constrain=layout.constrain, gather=layout.gather) if sizes[2] > 1 else Compute()
+    params, batch = inputs()
+    params = jax.device_put(params, layout.shardings(network()))
+    batch = jax.device_put(batch, NamedSharding(mesh, P(("data", "fsdp"))))
+    gradients = gradient_function(losses(compute), mesh, specs, accumulation)
+    return jax.jit(gradients).lower(params, {}, batch).compile(), params, batch, layout
+
+
+@pytest.fixture(scope="module")
+def expected() -> tuple[float, dict]:
+    params, batch = inputs()
+    loss, gradient = jax.jit(jax.value_and_grad(lambda p: jnp.mean(losses()(p, {}, batch))))(params)
+    return float(loss), dict(flatten(gradient))
+
+
+@pytest.mark.parametrize(("sizes", "accumulation"), [((8, 1, 1), 1), ((1, 8, 1), 2), ((2, 4, 1), 2), ((2, 2, 2), 2)])
+def test_loss_and_gradients_are_those_of_one_device(sizes, accumulation: int, expected):
+    compiled, params, batch, layout = compile_on(sizes, accumulation)
+    loss, gradient = compiled(params, {}, batch)
+    assert float(loss) == pytest.approx(expected[0], rel=1e-5)
+    largest = max(float(np.linalg.norm(g)) for g in expected[1].values())
+    shardings = dict(flatten(layout.shardings(network())))
+    for path, g in flatten(gradient):
+        assert g.dtype == jnp.float32
+        assert g.sharding.is_equivalent_to(shardings[path], g.ndim), path
+        assert np.linalg.norm(g - expected[1][path]) <= 1e-5 * max(np.linalg.norm(expected[1][path]), 1e-2 * largest), path
+    if sizes == (2, 4, 1):
+        check_collectives(compiled.as_text())
+
+
+def check_collectives(hlo: str):
+    """Weights are gathered whole and gradients reduced, once each, outside of the accumulation's loop."""
+    computations = re.split(r"\n(?=%?[\w.-]+ \(|ENTRY )", hlo)
+    entry = next(c for c in computations if c.startswith("ENTRY"))
+    kinds = r"(all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
+    assert not re.search(kinds, hlo.replace(entry, ""))  # nothing in a loop's body
+    assert not re.search(r"(all-to-all|collective-permute)(?:-start)?\(", entry)
+    shapes = {tuple(spec.shape) for spec in network().specs.values()}
+    gathered = re.findall(r"f32\[([\d,]*)\][^=]*? all-gather(?:-start)?\(", entry)
+    assert gathered
+    for dims in gathered:
+        assert tuple(int(d) for d in dims.split(",") if d) in shapes, dims
+
+
+def test_a_batch_that_does_not_divide_is_an_error():
+    params, batch = inputs()
+    mesh = make_mesh(AXES, {"data": 8}, {})
+    specs = jax.tree.map(lambda _: P(), params)
+    gradients = gradient_function(losses(), mesh, specs, accumulation=4)
+    with pytest.raises(
+        ValueError, match="global batch of 16 does not divide into 8 devices \\(data x fsdp\\) and 4 micro-batches"
+    ):
+        gradients(params, {}, batch)
