@@ -1,0 +1,257 @@
+"""Batches of a source, in the order that the step number alone determines.
+
+`load_batch` says what a step's batch is; `batches` makes one after another, in threads or in worker
+processes, always the same ones; `prefetch` has them on the devices before they are wanted.
+"""
+
+import collections
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from maxdiff.data.order import batch_positions, example_index, host_slice
+from maxdiff.data.sources import BadExample, Example, Source
+from maxdiff.data.transforms import CROP_AND_FLIP, Picture, make_picture, random_words
+from maxdiff.data.workers import worker_batches
+
+logger = logging.getLogger(__name__)
+
+Batch = dict[str, np.ndarray]
+Tokenizer = Callable[[Sequence[str]], np.ndarray]
+# Examples to have seen before the fraction of bad ones means anything.
+MIN_SEEN = 100
+# Bad examples in a row, in index order, past which a source is taken to be no source of images.
+MAX_RUN = 100
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """What decides the contents of each batch, besides the source and the step.
+
+    Attributes:
+        seed: of the order, the crops and the flips.
+        global_batch: examples of a step, over all processes.
+        resolution: side of the images, in pixels.
+        center_crop: crop the middle; if false, anywhere.
+        random_flip: mirror half of the images.
+        process_index: this process, which makes its slice of each global batch.
+        process_count: how many processes share a batch.
+    """
+
+    seed: int
+    global_batch: int
+    resolution: int
+    center_crop: bool = True
+    random_flip: bool = False
+    process_index: int = 0
+    process_count: int = 1
+
+    @property
+    def rows(self) -> slice:
+        """This process's rows of the global batch; raises ValueError if it does not divide."""
+        return host_slice(self.process_index, self.process_count, self.global_batch)
+
+
+def load_batch(
+    source: Source, tokenizers: Sequence[Tokenizer], plan: BatchPlan, step: int, pool: Executor | None = None
+) -> tuple[Batch, list[BadExample]]:
+    """This process's part of the batch of `step`, and the bad examples met on the way.
+
+    Returns:
+        (batch, bad), where batch holds for the b examples of this process
+            image: uint8 [b resolution resolution 3].
+            input_ids: int32 [b 77], and input_ids_2 if there is a second tokenizer.
+            position: int32 [b], the row of the global batch.
+            index: int64 [b], the example within the source.
+            original_size, crop: int32 [b 2], see `Picture`.
+
+    Raises:
+        ValueError, OSError: if the source cannot be read, or holds MAX_RUN bad examples in a row.
+    """
+    rows = np.arange(plan.global_batch)[plan.rows]
+    positions = batch_positions(step, plan.global_batch)[plan.rows]
+    _, wanted = example_index(plan.seed, len(source), positions)
+    load = lambda position, index: _load_example(source, plan, int(position), int(index))
+    loaded = list((pool.map if pool else map)(load, positions, wanted))
+    pictures = [picture for _, _, picture, _ in loaded]
+    batch = {
+        "image": np.stack([picture.image for picture in pictures]),
+        "position": rows.astype(np.int32),
+        "index": np.array([index for index, _, _, _ in loaded], np.int64),
+        "original_size": np.array([picture.original_size for picture in pictures], np.int32),
+        "crop": np.array([picture.crop for picture in pictures], np.int32),
+    }
+    for number, tokenizer in enumerate(tokenizers, 1):
+        name = "input_ids" if number == 1 else f"input_ids_{number}"
+        batch[name] = tokenizer([example.caption for _, example, _, _ in loaded])
+    return batch, [error for _, _, _, bad in loaded for error in bad]
+
+
+def _load_example(source: Source, plan: BatchPlan, position: int, index: int) -> tuple[int, Example, Picture, list[BadExample]]:
+    """The example at `index`, or the first good one after it: whoever meets a bad one replaces it alike."""
+    words = random_words(plan.seed, position, CROP_AND_FLIP)
+    bad: list[BadExample] = []
+    while True:
+        try:
+            example = source[index]
+            picture = make_picture(example.image, example.key, words, plan.resolution, plan.center_crop, plan.random_flip)
+            return index, example, picture, bad
+        except BadExample as error:
+            bad.append(error)
+        if len(bad) >= min(MAX_RUN, len(source)):
+            raise ValueError(f"{len(bad)} examples in a row are bad, the last {bad[-1]}")
+        index = (index + 1) % len(source)
+
+
+def batches(
+    source: Source,
+    tokenizers: Sequence[Tokenizer],
+    plan: BatchPlan,
+    *,
+    start_step: int = 0,
+    workers: int = 0,
+    max_bad_fraction: float = 0.01,
+) -> Iterator[Batch]:
+    """Endless batches from `start_step` on: see `load_batch`. Their number of workers changes nothing but speed.
+
+    Closing the iterator, as `prefetch` does, ends its threads or workers.
+
+    Args:
+        source: the examples; with workers, of a class that they can import.
+        tokenizers: one, or two for SDXL.
+        plan: what a batch is.
+        start_step: the step of the first batch.
+        workers: processes that load batches, each every workers-th. 0 loads in threads of this process.
+        max_bad_fraction: how many of the examples seen may be bad, once MIN_SEEN are seen.
+
+    Raises:
+        ValueError: at once, for arguments that cannot be met; while iterating, past `max_bad_fraction`.
+    """
+    for name, value in {"workers": workers, "start_step": start_step}.items():
+        if value < 0:
+            raise ValueError(f"{name}={value} (allowed: 0 or more)")
+    if not 0 <= max_bad_fraction <= 1:
+        raise ValueError(f"max_bad_fraction={max_bad_fraction} (allowed: 0 to 1)")
+    if plan.resolution < 1:
+        raise ValueError(f"resolution={plan.resolution} (allowed: 1 or more)")
+    if not 1 <= len(tokenizers) <= 2:
+        raise ValueError(f"{len(tokenizers)} tokenizers (allowed: 1 or 2)")
+    rows = plan.rows  # now, rather than at the first batch, is when a wrong batch size is told
+    made = worker_batches if workers else _thread_batches
+    return _checked(made(source, tokenizers, plan, start_step, workers), rows.stop - rows.start, max_bad_fraction)
+
+
+def _thread_batches(
+    source: Source, tokenizers: Sequence[Tokenizer], plan: BatchPlan, step: int, _: int
+) -> Iterator[tuple[Batch, list[BadExample]]]:
+    with ThreadPoolExecutor(min(32, os.cpu_count() or 1), "maxdiff-data") as pool:
+        while True:
+            yield load_batch(source, tokenizers, plan, step, pool)
+            step += 1
+
+
+def _checked(made: Iterator[tuple[Batch, list[BadExample]]], rows: int, max_bad_fraction: float) -> Iterator[Batch]:
+    """The batches, while few enough examples are bad."""
+    seen, count = 0, 0
+    logged: set[str] = set()
+    last: collections.deque[BadExample] = collections.deque(maxlen=5)
+    try:
+        for batch, bad in made:
+            seen, count = seen + rows, count + len(bad)
+            last.extend(bad)
+            for error in bad:
+                if error.key not in logged:
+                    logged.add(error.key)
+                    logger.warning("bad example, replaced by the next: %s", error)
+            if seen >= MIN_SEEN and count > max_bad_fraction * seen:
+                raise ValueError(f"{count} of {seen} examples are bad, more than max_bad_fraction={max_bad_fraction}; "
+                                 f"the last: {'; '.join(map(str, last))}")  # fmt: skip
+            yield batch
+    finally:
+        made.close()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+T = TypeVar("T")
+
+
+class Prefetch(Generic[T]):
+    """Iterates over `place(item)` for each item, made beforehand by a thread; see `prefetch`.
+
+    Attributes:
+        seconds_waited: how long the consumer has waited so far: above 0 in the long run, the input is too slow.
+    """
+
+    def __init__(self, iterator: Iterator[Any], place: Callable[[Any], T], depth: int):
+        self.seconds_waited = 0.0
+        self._free = threading.Semaphore(depth)
+        self._ready: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
+        self._stop = threading.Event()
+        self._end: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(iterator, place), name="maxdiff-prefetch", daemon=True)
+        self._thread.start()
+
+    def _run(self, iterator: Iterator[Any], place: Callable[[Any], T]) -> None:
+        try:
+            while True:
+                self._free.acquire()
+                if self._stop.is_set():
+                    return
+                self._ready.put((place(next(iterator)), None))
+        except BaseException as error:  # StopIteration too: the consumer's __next__ raises what this one met
+            self._ready.put((None, error))
+        finally:
+            # A generator can only be closed by the thread that runs it; its workers end with it.
+            if hasattr(iterator, "close"):
+                iterator.close()  # pyright: ignore[reportAttributeAccessIssue]
+
+    def __iter__(self) -> "Prefetch[T]":
+        return self
+
+    def __next__(self) -> T:
+        if self._end is not None:
+            raise self._end
+        start = time.perf_counter()
+        item, error = self._ready.get()
+        self.seconds_waited += time.perf_counter() - start
+        self._free.release()
+        if error is not None:
+            self._end = error
+            raise error
+        return item  # pyright: ignore[reportReturnType]
+
+    def close(self) -> None:
+        """Stop the thread, and the iterator if it is a generator. Waits for the item in the making."""
+        self._stop.set()
+        self._free.release()
+        self._thread.join()
+        self._end = self._end or StopIteration()
+
+    def __enter__(self) -> "Prefetch[T]":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def prefetch(iterator: Iterator[Any], place: Callable[[Any], T], depth: int = 2) -> Prefetch[T]:
+    """Have `depth` items ready, already placed, while the consumer uses the one before; begins at once.
+
+    Args:
+        iterator: batches; closed in the end if it is a generator.
+        place: puts a batch on the devices; called in another thread.
+        depth: how many placed batches may wait, so how much device memory they take.
+
+    Raises:
+        ValueError: for depth < 1. While iterating, whatever `iterator` and `place` raise.
+    """
+    if depth < 1:
+        raise ValueError(f"depth={depth} (allowed: 1 or more)")
+    return Prefetch(iterator, place, depth)

@@ -1,0 +1,177 @@
+"""Which bytes of a tar are which example's, found once and kept in a file beside it.
+
+Index file: one line of JSON (the tar's size and modification time, the number of examples, a checksum),
+then int64 [n 7] (end of the key; offset and size of image, .txt and .json; size -1 for none), then the keys.
+"""
+
+import hashlib
+import json
+import logging
+import tarfile
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+from maxdiff.weights.tensors import write_atomically
+
+logger = logging.getLogger(__name__)
+
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
+VERSION = 1
+KEY_END, IMAGE, TEXT, JSON, COLUMNS = 0, 1, 3, 5, 7
+
+
+class TarIndex:
+    """The examples of one tar. Members are (offset, size) in bytes, or None."""
+
+    def __init__(self, path: Path, table: np.ndarray, keys: bytes):
+        self.path, self._table, self._keys = path, table, keys
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def key(self, row: int) -> str:
+        start = self._table[row - 1, KEY_END] if row else 0
+        return self._keys[start : self._table[row, KEY_END]].decode("utf-8", "surrogateescape")
+
+    def image(self, row: int) -> tuple[int, int]:
+        return int(self._table[row, IMAGE]), int(self._table[row, IMAGE + 1])
+
+    def text(self, row: int) -> tuple[int, int] | None:
+        return self._optional(row, TEXT)
+
+    def json(self, row: int) -> tuple[int, int] | None:
+        return self._optional(row, JSON)
+
+    def has(self, *columns: int) -> np.ndarray:
+        """Which examples have a member of one of these kinds (TEXT, JSON): bool [n]."""
+        return np.any(self._table[:, [column + 1 for column in columns]] >= 0, axis=1)
+
+    def _optional(self, row: int, column: int) -> tuple[int, int] | None:
+        offset, size = self._table[row, column : column + 2].tolist()
+        return None if size < 0 else (offset, size)
+
+
+def open_index(tar: Path, cache_dir: Path | None = None) -> TarIndex:
+    """The tar's index: the kept one if it is whole and the tar is still as it was, else a new one, kept.
+
+    Raises:
+        ValueError: if the tar is damaged, truncated or without images, or `cache_dir` cannot be written to.
+    """
+    path = index_path(tar, cache_dir)
+    stamp = _stamp(tar)
+    if (index := _read_index(path, tar, stamp)) is not None:
+        return index
+    index = _build(tar)
+    try:
+        write_atomically(path, _encode(index, stamp))
+    except OSError as error:
+        if cache_dir is not None:
+            raise ValueError(f"dataset_save_location={str(cache_dir)!r} cannot be written to: {error}") from None
+        # A dataset may well be on a read-only disk; it works, at the cost of a scan at each start.
+        logger.warning("%s cannot be kept (%s): set dataset_save_location, or each start indexes the tar anew", path, error)
+    return index
+
+
+def index_path(tar: Path, cache_dir: Path | None = None) -> Path:
+    """Where the tar's index is kept. In a shared folder, tars of one name and different folders don't collide."""
+    if cache_dir is None:
+        return tar.with_name(f"{tar.name}.index")
+    return cache_dir / f"{tar.name}.{hashlib.sha256(str(tar.resolve()).encode()).hexdigest()[:12]}.index"
+
+
+def _stamp(tar: Path) -> dict[str, int]:
+    stat = tar.stat()
+    return {"version": VERSION, "size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
+
+
+def _encode(index: TarIndex, stamp: dict[str, int]) -> list[bytes]:
+    body = index._table.astype("<i8").tobytes() + index._keys
+    header = {**stamp, "examples": len(index)}
+    return [json.dumps({**header, "crc32": _checksum(header, body)}).encode() + b"\n", body]
+
+
+def _checksum(header: dict[str, int], body: bytes) -> int:
+    return zlib.crc32(body, zlib.crc32(json.dumps(header).encode()))
+
+
+def _read_index(path: Path, tar: Path, stamp: dict[str, int]) -> TarIndex | None:
+    try:
+        head, _, body = path.read_bytes().partition(b"\n")
+    except OSError:
+        return None
+    try:
+        header = json.loads(head)
+        whole = header.pop("crc32") == _checksum(header, body)
+        examples = header.pop("examples")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        whole, header, examples = False, {}, 0
+    if not whole:
+        logger.warning("%s is damaged: indexing %s again", path, tar)
+        return None
+    if header != stamp:
+        logger.info("%s has changed: indexing it again", tar)
+        return None
+    size = examples * COLUMNS * 8
+    return TarIndex(tar, np.frombuffer(body[:size], "<i8").reshape(examples, COLUMNS), body[size:])
+
+
+def _build(tar: Path) -> TarIndex:
+    groups = _members(tar)
+    keys, table, end, without = [], [], 0, []
+    for key, members in groups.items():
+        if "image" not in members:
+            without.append(key)
+            continue
+        keys.append(key.encode("utf-8", "surrogateescape"))
+        end += len(keys[-1])
+        none = (0, -1)
+        table.append([end, *members["image"], *members.get("txt", none), *members.get("json", none)])
+    if not table:
+        raise ValueError(f"{tar} is an empty shard: none of its {len(groups)} keys has an image ({', '.join(IMAGE_SUFFIXES)})")
+    if without:
+        logger.warning("%s: %d of %d keys have no image (%s) and are left out, first %s", tar, len(without), len(groups),
+                       ", ".join(IMAGE_SUFFIXES), without[0])  # fmt: skip
+    return TarIndex(tar, np.array(table, np.int64).reshape(-1, COLUMNS), b"".join(keys))
+
+
+def _members(tar: Path) -> dict[str, dict[str, tuple[int, int]]]:
+    """key -> {"image" | "txt" | "json": (offset, size)}, read from the members' headers alone."""
+    groups: dict[str, dict[str, tuple[int, int]]] = {}
+    size = tar.stat().st_size
+    try:
+        with tarfile.open(tar, "r:") as file:
+            for member in file:
+                file.members = []  # pyright: ignore[reportAttributeAccessIssue] # tarfile would keep them all
+                if not member.isreg() or member.issparse():
+                    continue
+                if member.offset_data + member.size > size:
+                    raise tarfile.ReadError(f"member {member.name} ends at byte {member.offset_data + member.size}")
+                _add(groups, tar, member)
+            end = file.offset
+        # A reader stops at the first block that is no header. Only zeros there mean that the tar was finished.
+        with tar.open("rb") as file:
+            file.seek(end)
+            if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+                raise tarfile.ReadError(f"no member and no end of the archive at byte {end}")
+    except tarfile.TarError as error:
+        raise ValueError(f"{tar} of {size} bytes is truncated or no uncompressed tar: {error}") from None
+    return groups
+
+
+def _add(groups: dict[str, dict[str, tuple[int, int]]], tar: Path, member: tarfile.TarInfo) -> None:
+    """As WebDataset does it: the key is the path up to the first dot of the file's name."""
+    folder, slash, name = member.name.rpartition("/")
+    stem, dot, suffix = name.partition(".")
+    if not stem or not dot:
+        return
+    suffix = suffix.lower()
+    kind = "image" if f".{suffix}" in IMAGE_SUFFIXES else suffix
+    if kind not in ("image", "txt", "json"):
+        kind = None
+    group = groups.setdefault(folder + slash + stem, {})
+    if kind in group:
+        raise ValueError(f"{tar}: {folder + slash + stem} has two members of kind {kind}, the second {member.name}")
+    if kind is not None:
+        group[kind] = (member.offset_data, member.size)

@@ -1,0 +1,149 @@
+import io
+
+import numpy as np
+import pytest
+from PIL import Image, ImageOps
+
+from maxdiff.data.sources import BadExample
+from maxdiff.data.transforms import make_picture, random_words
+
+NO_WORDS = [0, 0, 0, 0]
+
+
+def smooth(width: int, height: int, mode: str = "RGB") -> Image.Image:
+    """An image without symmetry, smooth enough for JPEG."""
+    y, x = np.mgrid[:height, :width]
+    channels = [255 * x / width, 255 * y / height, 127 * (1 + np.sin(6 * x / width + 3 * y / height)), 0 * x + 200]
+    return Image.fromarray(np.stack(channels[: len(mode)], -1).astype(np.uint8), mode="RGBA" if mode == "RGBA" else None)
+
+
+def encode(image: Image.Image, kind: str = "PNG", **options) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def picture(data: bytes, resolution: int = 32, words: list[int] = NO_WORDS, **options):
+    return make_picture(data, "k", words, resolution, **options)
+
+
+def close(a: np.ndarray, b: np.ndarray, limit: float = 1.0) -> bool:
+    return np.abs(np.asarray(a, float) - np.asarray(b, float)).max() <= limit
+
+
+@pytest.mark.parametrize("size", [(100, 60), (60, 100), (64, 64), (20, 31), (32, 32)])
+def test_equals_resizing_the_whole_then_cropping(size: tuple[int, int]):
+    image = smooth(*size)
+    got = picture(encode(image))
+    short = min(size)
+    whole = image.resize((32 * size[0] // short, 32 * size[1] // short), Image.Resampling.LANCZOS)
+    top, left = round((whole.height - 32) / 2), round((whole.width - 32) / 2)
+    assert close(got.image, whole.crop((left, top, left + 32, top + 32)))
+    assert (got.image.shape, got.image.dtype) == ((32, 32, 3), np.uint8)
+    assert (got.original_size, got.crop) == ((size[1], size[0]), (top, left))
+
+
+def test_crops_and_flips_as_drawn():
+    image = smooth(100, 60)
+    whole = image.resize((53, 32), Image.Resampling.LANCZOS)
+    lefts, flips = set(), 0
+    for position in range(200):
+        words = random_words(3, position, 1)
+        got = picture(encode(image), words=words, center_crop=False, random_flip=True)
+        flip = words[2] >> 63
+        flips += flip
+        top, left = got.crop
+        lefts.add(left)
+        assert top == 0
+        seen = ImageOps.mirror(whole) if flip else whole
+        assert close(got.image, seen.crop((left, 0, left + 32, 32)))
+    assert lefts == set(range(22))
+    assert 70 < flips < 130
+
+
+def test_random_numbers_depend_on_seed_position_and_purpose():
+    draws = {tuple(random_words(*of)) for of in [(0, 0, 1), (1, 0, 1), (0, 1, 1), (0, 0, 2), (-1, 0, 1), (0, 2**40, 1)]}
+    assert len(draws) == 6
+    assert len({word for draw in draws for word in draw}) == 24
+    assert random_words(0, 0, 1) == random_words(0, 0, 1)
+    # A run that was begun with one version goes on with the next.
+    assert random_words(7, 5, 1)[:2] == [8706885944373906910, 1385808074390444925]
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "RGB key"])
+def test_transparency_is_white_whatever_colour_hides_in_it(mode: str):
+    image = smooth(40, 40, "RGBA")
+    alpha = np.full((40, 40), 255, np.uint8)
+    alpha[:, 20:] = 0
+    image.putalpha(Image.fromarray(alpha))
+    options = {}
+    if mode == "LA":
+        image = image.convert("LA")
+    elif mode == "P":
+        image = image.quantize(200)
+        assert image.mode == "P"
+    elif mode == "RGB key":
+        pixels = np.array(image)[..., :3]
+        pixels[:, 20:] = (1, 2, 3)
+        image, options = Image.fromarray(pixels), {"transparency": (1, 2, 3)}
+    got = picture(encode(image, **options), 40).image
+    assert (got[:, 20:] == 255).all()
+    assert (got[:, :19] != 255).any(-1).all()
+
+
+def test_half_transparent_is_halfway_to_white():
+    image = Image.new("RGBA", (8, 8), (100, 0, 200, 128))
+    assert close(picture(encode(image), 8).image, np.broadcast_to([177, 127, 227], (8, 8, 3)))
+
+
+@pytest.mark.parametrize("mode", ["L", "1", "CMYK", "I;16", "P"])
+def test_other_modes_become_rgb(mode: str):
+    grey = ImageOps.grayscale(smooth(40, 40))
+    image = Image.fromarray(np.asarray(grey).astype(np.uint16) * 257) if mode == "I;16" else grey.convert(mode)
+    kind = "TIFF" if mode == "CMYK" else "PNG"
+    data = encode(image, "JPEG", quality=100) if kind == "TIFF" else encode(image)
+    expected = image.convert("RGB") if mode in ("1", "CMYK") else grey.convert("RGB")
+    assert close(picture(data, 40).image, expected, 4)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_exif_orientation_is_applied(orientation: int):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = encode(smooth(90, 60), "JPEG", quality=95, exif=exif)
+    upright = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
+    got = picture(data)
+    assert got.original_size == (upright.height, upright.width)
+    assert close(got.image, picture(encode(upright)).image, 3)
+    assert got.crop == picture(encode(upright)).crop
+
+
+def test_a_large_jpeg_is_decoded_at_reduced_scale(monkeypatch: pytest.MonkeyPatch):
+    sizes = []
+    convert = Image.Image.convert
+    monkeypatch.setattr(Image.Image, "convert", lambda self, *a, **k: sizes.append(self.size) or convert(self, *a, **k))
+    image = smooth(1600, 1200)
+    got = picture(encode(image, "JPEG", quality=95), 128)
+    assert sizes[-1] == (400, 300)
+    assert got.original_size == (1200, 1600)
+    assert close(got.image, picture(encode(image), 128).image, 6)
+
+
+def test_a_long_strip_takes_no_memory():
+    got = picture(encode(Image.new("RGB", (20_000, 1), "red")), 256)
+    assert got.crop == (0, (256 * 20_000 - 256) // 2)
+    assert (got.image == (255, 0, 0)).all()
+
+
+PNG = encode(smooth(50, 50))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"no image", PNG[:-200], PNG[:60] + bytes(40) + PNG[100:], encode(smooth(50, 50), "JPEG")[:300], encode(smooth(50, 50), "TIFF")],
+    ids=["empty", "text", "truncated", "overwritten", "truncated jpeg", "format"],
+)  # fmt: skip
+def test_an_undecodable_image_names_its_key(data: bytes):
+    with pytest.raises(BadExample, match=r"k: its image cannot be decoded \(\w+: ") as caught:
+        picture(data)
+    assert caught.value.key == "k"
