@@ -136,7 +136,7 @@ def test_weights_go_from_the_file_to_their_shards(folders: dict[str, Path]):
     assert config is not None
     network = make_network("unet", config)
     layout = Layout(mesh(2, 2, 2), MAXDIFFUSION_RULES)
-    params = load_params(network, *checkpoint.tensors("unet"), placement=layout.placement(network))
+    params = load_params(network, *checkpoint.tensors("unet"), placement=layout.place)
     whole = load_params(network, *checkpoint.tensors("unet"))
     assert jax.tree.all(jax.tree.map(lambda p, s: p.sharding == s, params, layout.shardings(network)))
     assert jax.tree.all(jax.tree.map(np.array_equal, params, whole))

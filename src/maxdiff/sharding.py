@@ -9,7 +9,7 @@ import difflib
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -226,10 +226,10 @@ class Layout:
         """The NamedSharding of every parameter, as the parameter tree."""
         return unflatten((path, NamedSharding(self.mesh, spec)) for path, spec in self.specs(network).items())
 
-    def placement(self, network: Network) -> Callable[[ParameterPath, ParameterSpec], NamedSharding]:
-        """The same for `load_params`."""
-        specs = self.specs(network)
-        return lambda path, _: NamedSharding(self.mesh, specs[path])
+    def place(self, path: ParameterPath, spec: ParameterSpec) -> NamedSharding:
+        """Where a parameter lies; for `load_params` and `Pipeline.load`."""
+        del path
+        return NamedSharding(self.mesh, parameter_spec(spec.shape, spec.axes, self.rules, self.mesh))
 
     def constrain(self, x: jax.Array, axes: Axes) -> jax.Array:
         """Give an activation its sharding; for `Compute.constrain`."""

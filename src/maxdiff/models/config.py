@@ -47,8 +47,8 @@ def read_config(cls: type[C], values: Mapping[str, Any], where: str, *, ignore_u
             raise ValueError(f"{where}: {key}={value!r} is not supported (the key is unknown)")
     hints = typing.get_type_hints(cls)
     for key, value in chosen.items():
-        if not _is_a(value, hints[key]):
-            raise ValueError(f"{where}: {key}={value!r} is not supported (allowed: {_spelled(hints[key])})")
+        if not is_a(value, hints[key]):
+            raise ValueError(f"{where}: {key}={value!r} is not supported (allowed: {spelled(hints[key])})")
     try:
         return cls(**chosen)
     except ValueError as error:
@@ -101,23 +101,24 @@ def _choices(allowed: tuple) -> str:
     return ", ".join(repr(v) for v in allowed)
 
 
-def _is_a(value: Any, kind: Any) -> bool:
+def is_a(value: Any, kind: Any) -> bool:
     """Whether a JSON value, with tuples for lists, is of an annotated type; an int serves as a float."""
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
-        return any(_is_a(value, option) for option in typing.get_args(kind))
+        return any(is_a(value, option) for option in typing.get_args(kind))
     if typing.get_origin(kind) is tuple:
         items = typing.get_args(kind)
         if not isinstance(value, tuple):
             return False
         if items[-1] is Ellipsis:
-            return all(_is_a(item, items[0]) for item in value)
-        return len(value) == len(items) and all(map(_is_a, value, items))
+            return all(is_a(item, items[0]) for item in value)
+        return len(value) == len(items) and all(map(is_a, value, items))
     if kind is float:
         return isinstance(value, int | float) and not isinstance(value, bool)
     return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
 
 
-def _spelled(kind: Any) -> str:
+def spelled(kind: Any) -> str:
+    """An annotated type as a message shows it."""
     return kind.__name__ if isinstance(kind, type) and not typing.get_args(kind) else str(kind).replace("NoneType", "None")
 
 

@@ -1,0 +1,326 @@
+"""Configuration: small YAML files over base.yml, then `key=value` from the command line; typed and strict.
+
+Keys are flat; in code each lives in one section: `config.optimizer.learning_rate`. configs/base.yml documents
+every key in one line.
+"""
+
+import dataclasses
+import difflib
+import math
+import re
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from maxdiff.models.config import is_a, spelled
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Which run this is."""
+
+    run_name: str = ""
+    output_dir: str = ""
+    seed: int = 0
+    jax_cache_dir: str = ""
+
+    @property
+    def folder(self) -> Path:
+        """Everything that the run writes lies here."""
+        return Path(self.output_dir).expanduser() / self.run_name
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """What is trained, from what, and how it computes."""
+
+    pretrained_model_name_or_path: str = ""
+    revision: str = ""
+    variant: str = ""
+    from_pt: bool | str = "auto"
+    unet_path: str = ""
+    vae_path: str = ""
+    text_encoder_path: str = ""
+    text_encoder_2_path: str = ""
+    tokenizer_path: str = ""
+    tokenizer_2_path: str = ""
+    scheduler_path: str = ""
+    train_new_unet: bool = False
+    weights_dtype: str = "float32"
+    activations_dtype: str = "bfloat16"
+    precision: str = "DEFAULT"
+    attention: str = "flash"
+    remat: str = "none"
+
+    def __post_init__(self):
+        _one_of(self, "from_pt", "auto", True, False)
+        for key in ("weights_dtype", "activations_dtype"):
+            _one_of(self, key, "float32", "bfloat16")
+        _one_of(self, "precision", "DEFAULT", "HIGH", "HIGHEST")
+        _one_of(self, "attention", "dot_product", "cudnn", "flash")
+        _one_of(self, "remat", "none", "full", "dots")
+
+    @property
+    def sources(self) -> dict[str, str]:
+        """Part -> where it comes from, for those that have a source of their own."""
+        paths = {
+            f.name.removesuffix("_path"): getattr(self, f.name) for f in dataclasses.fields(self) if f.name.endswith("_path")
+        }
+        return {part: path for part, path in paths.items() if path and part != "pretrained_model_name_or"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """Captioned images."""
+
+    train_data_dir: str = ""
+    caption_column: str = "text"
+    dataset_save_location: str = ""
+    resolution: int = 512
+    center_crop: bool = False
+    random_flip: bool = False
+    data_workers: int = 4
+    max_bad_fraction: float = 0.01
+
+    def __post_init__(self):
+        _between(self, "resolution", 8, math.inf)
+        _between(self, "data_workers", 0, math.inf)
+        _between(self, "max_bad_fraction", 0, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """How long, and how much at once."""
+
+    max_train_steps: int = 1000
+    per_device_batch_size: int = 1
+    global_batch_size: int = 0
+
+    def __post_init__(self):
+        _between(self, "max_train_steps", 1, math.inf)
+        _between(self, "per_device_batch_size", 1, math.inf)
+        _between(self, "global_batch_size", 0, math.inf)
+
+    def split(self, devices: int) -> tuple[int, int]:
+        """(global batch, accumulation steps) on this many devices that each have examples of their own.
+
+        Raises:
+            ValueError: if global_batch_size is no multiple of what the devices take at once.
+        """
+        at_once = self.per_device_batch_size * devices
+        batch = self.global_batch_size or at_once
+        if batch % at_once:
+            taken = f"per_device_batch_size={self.per_device_batch_size} x {devices} devices"
+            raise ValueError(f"global_batch_size={batch} is no multiple of {taken}")
+        return batch, batch // at_once
+
+
+@dataclasses.dataclass(frozen=True)
+class Optimizer:
+    """How parameters move."""
+
+    optimizer: str = "adamw"
+    learning_rate: float = 1e-5
+    scale_lr: bool = False
+    learning_rate_schedule: str = "constant"
+    warmup_steps_fraction: float = 0.0
+    learning_rate_schedule_steps: int = -1
+    adam_b1: float = 0.9
+    adam_b2: float = 0.999
+    adam_eps: float = 1e-8
+    adam_weight_decay: float = 1e-2
+    decay_norms_and_biases: bool = True
+    moment_dtype: str = "float32"
+    max_grad_norm: float = 1.0
+    use_ema: bool = True
+    ema_decay: float = 0.9999
+    ema_start_step: int = 0
+
+    def __post_init__(self):
+        _one_of(self, "optimizer", "adamw", "adafactor", "lion")
+        _one_of(self, "learning_rate_schedule", "constant", "linear", "cosine", "polynomial")
+        _one_of(self, "moment_dtype", "float32", "bfloat16")
+        _between(self, "learning_rate", 0, math.inf)
+        _between(self, "warmup_steps_fraction", 0, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Objective:
+    """What is learnt; the ranges are checked by diffusion.objective."""
+
+    prediction_type: str = ""
+    rescale_zero_terminal_snr: bool = False
+    snr_gamma: float = -1.0
+    timestep_bias: dict = dataclasses.field(default_factory=lambda: {"strategy": "none"})
+    noise_offset: float = 0.0
+    input_perturbation: float = 0.0
+    caption_dropout: float = 0.0
+
+    def __post_init__(self):
+        _one_of(self, "prediction_type", "", "epsilon", "v_prediction", "sample")
+        allowed = ("strategy", "multiplier", "begin", "end", "portion")
+        for key in self.timestep_bias:
+            if key not in allowed:
+                raise ValueError(f"timestep_bias has no key {key!r} (allowed: {', '.join(allowed)})")
+
+
+@dataclasses.dataclass(frozen=True)
+class Mesh:
+    """Devices, and what lies where; the sizes are checked by sharding.make_mesh."""
+
+    mesh_axes: tuple[str, ...] = ("data", "fsdp", "tensor")
+    logical_axis_rules: tuple = ()
+    ici_data_parallelism: int = -1
+    ici_fsdp_parallelism: int = 1
+    ici_tensor_parallelism: int = 1
+    dcn_data_parallelism: int = -1
+    dcn_fsdp_parallelism: int = 1
+    dcn_tensor_parallelism: int = 1
+    allow_split_physical_axes: bool = False
+    max_replicated_mib: float = 64.0
+
+    def __post_init__(self):
+        for axis in self.mesh_axes:
+            if axis not in ("data", "fsdp", "tensor"):
+                raise ValueError(f"mesh_axes={list(self.mesh_axes)!r} has {axis!r} (allowed: data, fsdp, tensor)")
+
+    def sizes(self, kind: str) -> dict[str, int]:
+        """Mesh axis -> its `ici` or `dcn` size."""
+        return {axis: getattr(self, f"{kind}_{axis}_parallelism") for axis in self.mesh_axes}
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """What is kept and said."""
+
+    checkpoint_every: int = -1
+    checkpoints_to_keep: int = 3
+    log_period: int = 10
+
+    def __post_init__(self):
+        _between(self, "log_period", 1, math.inf)
+        _between(self, "checkpoints_to_keep", 1, math.inf)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Every section."""
+
+    run: Run = dataclasses.field(default_factory=Run)
+    model: Model = dataclasses.field(default_factory=Model)
+    data: Data = dataclasses.field(default_factory=Data)
+    batch: Batch = dataclasses.field(default_factory=Batch)
+    optimizer: Optimizer = dataclasses.field(default_factory=Optimizer)
+    objective: Objective = dataclasses.field(default_factory=Objective)
+    mesh: Mesh = dataclasses.field(default_factory=Mesh)
+    output: Output = dataclasses.field(default_factory=Output)
+
+
+SECTIONS: dict[str, Any] = typing.get_type_hints(Config)
+# key -> (its section, its type)
+KEYS: dict[str, tuple[str, Any]] = {
+    key: (name, kind) for name, section in SECTIONS.items() for key, kind in typing.get_type_hints(section).items()
+}
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a YAML file, the file that its `base` names before it, and overrides after it.
+
+    Raises:
+        FileNotFoundError: if a file is missing.
+        ValueError: naming key, value and what is allowed, for anything wrong.
+    """
+    values = _read(Path(path))
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals:
+            raise ValueError(f"{override!r} is not of the form key=value")
+        _check_key(key, "the command line")
+        # A string needs no quotes: run_name=007 is no number.
+        values[key] = text if KEYS[key][1] is str and not text.startswith(("'", '"')) else _parse(text, f"the command line, {key}")
+    return make_config(values)
+
+
+def make_config(values: Mapping[str, Any]) -> Config:
+    """The configuration with these values, by flat keys; ValueError for a wrong one."""
+    sections: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
+    for key, value in values.items():
+        section, kind = KEYS[key]
+        value = tuple(value) if isinstance(value, list) else value
+        if not is_a(value, kind):
+            raise ValueError(f"{key}={value!r} has the wrong type (allowed: {spelled(kind)})")
+        sections[section][key] = value
+    return Config(**{name: kind(**sections[name]) for name, kind in SECTIONS.items()})
+
+
+def flat(config: Config) -> dict[str, Any]:
+    """Every key and its value, as YAML can hold them."""
+    values = {key: getattr(getattr(config, section), key) for key, (section, _) in KEYS.items()}
+    return {key: _lists(value) for key, value in values.items()}
+
+
+def write_config(config: Config) -> str:
+    """YAML with every key, which `load_config` reads back."""
+    return yaml.safe_dump(flat(config), sort_keys=False, default_flow_style=None, width=120)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no configuration {path}")
+    values = _parse(path.read_text(encoding="utf-8"), str(path)) or {}
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} holds a {type(values).__name__}, not keys and values")
+    base = values.pop("base", None)
+    for key in values:
+        _check_key(key, str(path))
+    return {**(_read(path.parent / base) if base else {}), **values}
+
+
+def _check_key(key: str, where: str) -> None:
+    if key not in KEYS:
+        close = difflib.get_close_matches(str(key), KEYS, 1)
+        raise ValueError(f"{where}: there is no key {key!r}" + (f"; did you mean {close[0]!r}?" if close else ""))
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML with two repairs: a key that stands twice is an error, and 1e-5 is a number."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict:
+        seen = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} stands twice", key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d[\d_]*\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+0123456789.")
+)
+
+
+def _parse(text: str, where: str) -> Any:
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{where} is no YAML: {' '.join(str(error).split())}") from None
+
+
+def _lists(value: Any) -> Any:
+    return [_lists(item) for item in value] if isinstance(value, tuple | list) else value
+
+
+def _one_of(section: Any, key: str, *allowed: Any) -> None:
+    value = getattr(section, key)
+    if not any(value == a and isinstance(value, bool) == isinstance(a, bool) for a in allowed):
+        raise ValueError(f"{key}={value!r} is not supported (allowed: {', '.join(map(repr, allowed))})")
+
+
+def _between(section: Any, key: str, low: float, high: float) -> None:
+    if not low <= getattr(section, key) <= high:
+        allowed = f"{low} or more" if high == math.inf else f"{low} to {high}"
+        raise ValueError(f"{key}={getattr(section, key)!r} is out of range (allowed: {allowed})")

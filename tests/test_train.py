@@ -1,0 +1,98 @@
+"""python train.py as a user starts it: real processes on the real emoji, killed and started again."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from maxdiff.pipeline import Pipeline
+from maxdiff.train import due
+
+ROOT = Path(__file__).parent.parent
+
+
+def command(folder: Path, output: Path, *overrides: str) -> list[str]:
+    keys = {
+        "run_name": "r", "output_dir": output, "pretrained_model_name_or_path": folder, "activations_dtype": "float32",
+        "train_data_dir": ROOT / "data" / "emoji" / "heldout-000000.tar", "dataset_save_location": output / "index",
+        "resolution": 16, "global_batch_size": 8, "data_workers": 1, "learning_rate": "1e-3", "max_train_steps": 8, "log_period": 1,
+        "jax_cache_dir": output.parent / "cache", "center_crop": "true", "ici_fsdp_parallelism": 2, "caption_dropout": 0.1,
+    }  # fmt: skip
+    return [
+        sys.executable,
+        str(ROOT / "train.py"),
+        str(ROOT / "configs/base14.yml"),
+        *(f"{k}={v}" for k, v in keys.items()),
+        *overrides,
+    ]
+
+
+def environment(devices: int = 4) -> dict[str, str]:
+    flags = f"--xla_force_host_platform_device_count={devices}"
+    return {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{ROOT / 'src'}"}
+
+
+def losses(output: Path) -> dict[int, float]:
+    """step -> loss; of a step that was made twice, the later."""
+    lines = (output / "r" / "metrics" / "metrics.jsonl").read_text().splitlines()
+    return {line["step"]: line["loss"] for line in map(json.loads, lines)}
+
+
+def test_killed_and_started_again_is_bit_for_bit_the_uninterrupted_run(folders: dict[str, Path], tmp_path: Path):
+    whole = subprocess.run(command(folders["sd1"], tmp_path / "whole"), env=environment(), capture_output=True, text=True)
+    assert whole.returncode == 0, whole.stderr
+    assert "P(None, None, None, 'fsdp')" in whole.stdout  # what the rules did is said
+
+    args = command(folders["sd1"], tmp_path / "killed", "checkpoint_every=8")
+    process = subprocess.Popen(args, env=environment(), stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step 5/"):
+            break
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    time.sleep(0.1)
+    again = subprocess.run(args, env=environment(), capture_output=True, text=True)
+    assert again.returncode == 0, again.stderr
+    assert "going on from step " in again.stdout
+    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+    ours, expected = (Pipeline.load(tmp_path / run / "r" / "pipeline") for run in ("killed", "whole"))
+    assert jax.tree.all(jax.tree.map(np.array_equal, ours.unet.params, expected.unet.params))
+
+    # Another number of devices, the same global batch: the same losses.
+    other = subprocess.run(command(folders["sd1"], tmp_path / "other", "ici_fsdp_parallelism=1", "max_train_steps=4"),
+                           env=environment(2), capture_output=True, text=True)  # fmt: skip
+    assert other.returncode == 0, other.stderr
+    found, reference = losses(tmp_path / "other"), losses(tmp_path / "whole")
+    np.testing.assert_allclose([found[n] for n in range(1, 5)], [reference[n] for n in range(1, 5)], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("run_name=", "run_name is required"),
+        ("learning_rat=1", "there is no key 'learning_rat'; did you mean 'learning_rate'"),
+        ("ici_fsdp_parallelism=3", "the product must be the number of 4 devices in a slice"),
+        ("global_batch_size=6", "global_batch_size=6 is no multiple of per_device_batch_size=1 x 4 devices"),
+        ("train_data_dir=/nowhere/*.tar", "/nowhere/*.tar"),
+        ("pretrained_model_name_or_path=/nowhere", "there is no folder /nowhere"),
+    ],
+)
+def test_mistakes_are_one_line_before_any_training(folders: dict[str, Path], tmp_path: Path, override: str, message: str):
+    result = subprocess.run(command(folders["sd1"], tmp_path, override), env=environment(), capture_output=True, text=True)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_checkpoints_are_due_at_the_first_step_past_each_multiple():
+    assert [step for step in range(1, 11) if due(step, 3, 8)] == [3, 6, 8]
+    assert not any(due(step, 3, -1) for step in range(1, 11))
