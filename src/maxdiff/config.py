@@ -240,7 +240,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
             raise ValueError(f"{override!r} is not of the form key=value")
         _check_key(key, "the command line")
         # A string needs no quotes: run_name=007 is no number.
-        values[key] = text if KEYS[key][1] is str and not text.startswith(("'", '"')) else _parse(text, f"the command line, {key}")
+        plain = KEYS[key][1] is str and not text.startswith(("'", '"'))
+        values[key] = text if plain else _parse(text, f"the command line, {key}")
     return make_config(values)
 
 
