@@ -17,7 +17,7 @@ demo: $(VENV)/installed
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright --warnings
+	$(BIN)/pyright --warnings --pythonpath $(BIN)/python
 
 # torch first: its CPU build, where pip is pointed at one, must be chosen before diffusers asks for any.
 $(VENV)/installed: pyproject.toml
