@@ -39,7 +39,8 @@ def make_state(params: Params, optimizer: optax.GradientTransformation, *, use_e
 def abstract_state(make: Callable[[], TrainState], optimizer: optax.GradientTransformation, shardings: Params) -> TrainState:
     """The state as jax.ShapeDtypeStructs with shardings, without computing it.
 
-    Moments lie as their parameters do. Left to itself XLA would put them all on one device.
+    Moments lie as their parameters do; those of another shape (Adafactor's, which are small) lie whole on
+    every device. Left to itself XLA would put them all on one device.
 
     Args:
         make: gives the state; only traced.
@@ -50,9 +51,10 @@ def abstract_state(make: Callable[[], TrainState], optimizer: optax.GradientTran
     replicated = NamedSharding(mesh, PartitionSpec())
     moments = optax.tree.map_params(
         optimizer,
-        lambda _, sharding: sharding,
+        lambda moment, sharding, param: sharding if moment.shape == param.shape else replicated,
         shapes.opt_state,
         shardings,
+        shapes.params,
         transform_non_params=lambda _: replicated,
     )
     placed = TrainState(replicated, shardings, shardings if shapes.ema is not None else None, moments)  # pyright: ignore[reportArgumentType]
