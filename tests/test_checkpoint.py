@@ -96,6 +96,23 @@ def test_a_flipped_bit_is_noticed_and_its_leaf_named(tmp_path: Path):
         assert int(_checksums({"x": kernel})["x"]) != int(_checksums({"x": swapped})["x"])
 
 
+@pytest.mark.parametrize(
+    ("choose", "message"), [(max, "1 is damaged: big differ"), (min, "1 cannot be restored: .*its list of arrays")]
+)
+def test_damaged_data_is_an_error_that_names_the_step(tmp_path: Path, choose, message: str):
+    value = {"big": jnp.asarray(np.random.default_rng(0).standard_normal((256, 256)), jnp.float32), "small": jnp.ones(3)}
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, value)
+    # The largest file holds the arrays' bytes, which Orbax does not check; the smallest their index, which it does.
+    file = choose((p for p in (tmp_path / "1").rglob("d/*")), key=lambda p: p.stat().st_size)
+    data = bytearray(file.read_bytes())
+    for position in range(len(data) // 2, len(data) // 2 + 4):
+        data[position] ^= 0x55
+    file.write_bytes(bytes(data))
+    with Checkpoints(tmp_path) as checkpoints, pytest.raises(ValueError, match=message):
+        checkpoints.restore(1, abstract(value))
+
+
 def test_a_missing_file_and_a_missing_step(tmp_path: Path):
     value = state()
     with Checkpoints(tmp_path) as checkpoints:

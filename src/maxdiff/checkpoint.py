@@ -102,6 +102,8 @@ class Checkpoints:
         wanted = _named(abstract)
         try:
             stored: Any = self._checkpointer.metadata(step).metadata
+            if stored is None:  # Orbax logs why, and gives nothing
+                raise ValueError("its list of arrays cannot be read")
             _compare(wanted, stored, where)
             leaves: Any = self._checkpointer.load(step, wanted)
             sums = self._metadata(step)["checksums"]
