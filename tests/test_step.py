@@ -14,12 +14,13 @@ from maxdiff.checkpoint import Checkpoints
 from maxdiff.diffusion.objective import Objective
 from maxdiff.diffusion.schedule import noise_schedule
 from maxdiff.gradients import gradient_function
+from maxdiff.losses import diffusion_losses
 from maxdiff.models.network import flatten, unflatten
 from maxdiff.optim import make_optimizer
 from maxdiff.pipeline import Pipeline
 from maxdiff.sharding import Layout, make_mesh
 from maxdiff.state import TrainState, abstract_state, make_state, state_shardings
-from maxdiff.step import Ema, diffusion_losses, make_train_step
+from maxdiff.step import Ema, make_train_step
 from tests.test_sharding import AXES, MAXDIFFUSION_RULES
 
 EXAMPLES = 8

@@ -26,6 +26,7 @@ from maxdiff.data.sources import open_source
 from maxdiff.diffusion.objective import Objective, timestep_probabilities
 from maxdiff.diffusion.schedule import NoiseSchedule, noise_schedule
 from maxdiff.gradients import BATCH_AXES, gradient_function
+from maxdiff.losses import diffusion_losses
 from maxdiff.metrics import Metrics
 from maxdiff.models import flops
 from maxdiff.models.attention import kernel
@@ -35,7 +36,7 @@ from maxdiff.optim import learning_rate_schedule, make_optimizer
 from maxdiff.pipeline import Part, Pipeline
 from maxdiff.sharding import Layout, make_mesh
 from maxdiff.state import TrainState, abstract_state, make_state, state_shardings
-from maxdiff.step import Ema, diffusion_losses, make_train_step
+from maxdiff.step import Ema, make_train_step
 from maxdiff.weights.tensors import write_atomically
 
 REMAT = {
