@@ -26,6 +26,11 @@ class Run:
     output_dir: str = ""
     seed: int = 0
     jax_cache_dir: str = ""
+    resume_from: str = ""
+    skip_jax_distributed_system: bool = False
+    coordinator_address: str = ""
+    num_processes: int = -1
+    process_id: int = -1
 
     @property
     def folder(self) -> Path:
@@ -49,6 +54,12 @@ class Model:
     tokenizer_2_path: str = ""
     scheduler_path: str = ""
     train_new_unet: bool = False
+    train_text_encoder: bool = False
+    train_vae: bool = False
+    unet: dict = dataclasses.field(default_factory=dict)
+    vae: dict = dataclasses.field(default_factory=dict)
+    text_encoder: dict = dataclasses.field(default_factory=dict)
+    text_encoder_2: dict = dataclasses.field(default_factory=dict)
     weights_dtype: str = "float32"
     activations_dtype: str = "bfloat16"
     precision: str = "DEFAULT"
@@ -62,6 +73,8 @@ class Model:
         _one_of(self, "precision", "DEFAULT", "HIGH", "HIGHEST")
         _one_of(self, "attention", "dot_product", "cudnn", "flash")
         _one_of(self, "remat", "none", "full", "dots")
+        if self.train_vae and (self.train_text_encoder or self.train_new_unet):
+            raise ValueError("train_vae=True trains the autoencoder alone: not with train_text_encoder or train_new_unet")
 
     @property
     def sources(self) -> dict[str, str]:
@@ -70,6 +83,12 @@ class Model:
             f.name.removesuffix("_path"): getattr(self, f.name) for f in dataclasses.fields(self) if f.name.endswith("_path")
         }
         return {part: path for part, path in paths.items() if path and part != "pretrained_model_name_or"}
+
+    @property
+    def new(self) -> dict[str, dict[str, Any]]:
+        """Part -> its architecture, for those that begin with random weights."""
+        parts = {part: getattr(self, part) for part in ("unet", "vae", "text_encoder", "text_encoder_2")}
+        return {part: given for part, given in parts.items() if given or (part == "unet" and self.train_new_unet)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,12 +102,15 @@ class Data:
     center_crop: bool = False
     random_flip: bool = False
     data_workers: int = 4
+    eval_data_dir: str = ""
+    eval_examples: int = 256
     max_bad_fraction: float = 0.01
 
     def __post_init__(self):
         _between(self, "resolution", 8, math.inf)
         _between(self, "data_workers", 0, math.inf)
         _between(self, "max_bad_fraction", 0, 1)
+        _between(self, "eval_examples", 1, math.inf)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +118,7 @@ class Batch:
     """How long, and how much at once."""
 
     max_train_steps: int = 1000
+    num_examples_to_see: int = 0
     per_device_batch_size: int = 1
     global_batch_size: int = 0
 
@@ -103,6 +126,11 @@ class Batch:
         _between(self, "max_train_steps", 1, math.inf)
         _between(self, "per_device_batch_size", 1, math.inf)
         _between(self, "global_batch_size", 0, math.inf)
+        _between(self, "num_examples_to_see", 0, math.inf)
+
+    def steps(self, global_batch: int) -> int:
+        """Optimizer steps of the whole run, with batches of this size."""
+        return math.ceil(self.num_examples_to_see / global_batch) or self.max_train_steps
 
     def split(self, devices: int) -> tuple[int, int]:
         """(global batch, accumulation steps) on this many devices that each have examples of their own.
@@ -124,6 +152,7 @@ class Optimizer:
 
     optimizer: str = "adamw"
     learning_rate: float = 1e-5
+    text_encoder_learning_rate: float = 4.25e-6
     scale_lr: bool = False
     learning_rate_schedule: str = "constant"
     warmup_steps_fraction: float = 0.0
@@ -135,6 +164,7 @@ class Optimizer:
     decay_norms_and_biases: bool = True
     moment_dtype: str = "float32"
     max_grad_norm: float = 1.0
+    shard_optimizer: bool = False
     use_ema: bool = True
     ema_decay: float = 0.9999
     ema_start_step: int = 0
@@ -144,6 +174,7 @@ class Optimizer:
         _one_of(self, "learning_rate_schedule", "constant", "linear", "cosine", "polynomial")
         _one_of(self, "moment_dtype", "float32", "bfloat16")
         _between(self, "learning_rate", 0, math.inf)
+        _between(self, "text_encoder_learning_rate", 0, math.inf)
         _between(self, "warmup_steps_fraction", 0, 1)
 
 
@@ -158,13 +189,34 @@ class Objective:
     noise_offset: float = 0.0
     input_perturbation: float = 0.0
     caption_dropout: float = 0.0
+    reconstruction_loss: str = "l1"
+    kl_weight: float = 1e-6
 
     def __post_init__(self):
         _one_of(self, "prediction_type", "", "epsilon", "v_prediction", "sample")
+        _one_of(self, "reconstruction_loss", "l1", "l2")
+        _between(self, "kl_weight", 0, math.inf)
         allowed = ("strategy", "multiplier", "begin", "end", "portion")
         for key in self.timestep_bias:
             if key not in allowed:
                 raise ValueError(f"timestep_bias has no key {key!r} (allowed: {', '.join(allowed)})")
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How images are drawn, while training and by generate.py."""
+
+    prompt: str = ""
+    validation_prompts: tuple[str, ...] = ()
+    negative_prompt: str = ""
+    num_inference_steps: int = 30
+    guidance_scale: float = 7.5
+    timestep_spacing: str = ""
+
+    def __post_init__(self):
+        _between(self, "num_inference_steps", 1, math.inf)
+        _between(self, "guidance_scale", 0, math.inf)
+        _one_of(self, "timestep_spacing", "", "leading", "trailing", "linspace")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,10 +251,16 @@ class Output:
     checkpoint_every: int = -1
     checkpoints_to_keep: int = 3
     log_period: int = 10
+    eval_every: int = -1
+    enable_profiler: bool = False
+    skip_first_n_steps_for_profiler: int = 5
+    profiler_steps: int = 5
 
     def __post_init__(self):
         _between(self, "log_period", 1, math.inf)
         _between(self, "checkpoints_to_keep", 1, math.inf)
+        _between(self, "skip_first_n_steps_for_profiler", 1, math.inf)
+        _between(self, "profiler_steps", 1, math.inf)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,6 +273,7 @@ class Config:
     batch: Batch = dataclasses.field(default_factory=Batch)
     optimizer: Optimizer = dataclasses.field(default_factory=Optimizer)
     objective: Objective = dataclasses.field(default_factory=Objective)
+    sampling: Sampling = dataclasses.field(default_factory=Sampling)
     mesh: Mesh = dataclasses.field(default_factory=Mesh)
     output: Output = dataclasses.field(default_factory=Output)
 

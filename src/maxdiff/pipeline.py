@@ -14,9 +14,10 @@ import numpy as np
 from maxdiff.models.layers import Compute
 from maxdiff.models.network import Network, Params, flatten
 from maxdiff.weights import original
-from maxdiff.weights.checkpoint import PARTS, TOKENIZERS, Checkpoint, PartConfig, make_network, open_checkpoint
-from maxdiff.weights.load import Placement, check_params, load_params
+from maxdiff.weights.checkpoint import PARTS, TOKENIZERS
+from maxdiff.weights.load import Placement
 from maxdiff.weights.names import to_torch, to_torch_shape, torch_key
+from maxdiff.weights.origins import open_origins
 from maxdiff.weights.source import FromPt
 from maxdiff.weights.tensors import SUFFIXES, Tensor, Tensors, write_atomically, write_safetensors
 from maxdiff.weights.tokenizer import CLIPTokenizer
@@ -78,6 +79,8 @@ class Pipeline:
         variant: str | None = None,
         from_pt: FromPt = "auto",
         sources: Mapping[str, str | Path] | None = None,
+        new: Mapping[str, Mapping[str, Any]] | None = None,
+        seed: int = 0,
         prediction_type: str | None = None,
         dtype: Any = jnp.float32,
         compute: Compute | None = None,
@@ -93,6 +96,10 @@ class Pipeline:
             sources: parts from elsewhere, part -> folder, repository or file: {"vae": "stabilityai/sd-vae-ft-mse"}.
                 A source may be a whole pipeline or the part alone; a file of bare weights takes the
                 configuration that `name` has for the part.
+            new: parts that begin with random weights, part -> what of its architecture differs from the
+                checkpoint's (diffusers' keys): {"unet": {"block_out_channels": [64, 128]}}. With these and
+                `sources` for all parts, `name` may be "".
+            seed: of new weights.
             prediction_type: `epsilon`, `v_prediction` or `sample`, over what the checkpoint says.
             dtype: of the parameters.
             compute: how the networks compute (dtype of activations, attention kernel, ...).
@@ -104,37 +111,17 @@ class Pipeline:
                 configuration, or parts don't fit each other.
         """
         _check_dtype(dtype)
-        for part in sources or ():
-            if part not in (*PARTS, *TOKENIZERS, "scheduler"):
-                allowed = ", ".join((*PARTS, *TOKENIZERS, "scheduler"))
-                raise ValueError(f"sources: {part!r} is no part of a pipeline (allowed: {allowed})")
-        options: dict[str, Any] = {"prediction_type": prediction_type}
-        main = open_checkpoint(name, revision=revision, variant=variant, from_pt=from_pt, **options)
-        opened = {part: open_checkpoint(source, **options) for part, source in (sources or {}).items()}
-        for part, checkpoint in opened.items():
-            if not checkpoint.has(part):
-                raise ValueError(f"sources: {(sources or {})[part]} has no {part}")
-
-        def origin(part: str) -> Checkpoint:
-            return opened.get(part, main)
-
-        two = origin("text_encoder_2").has("text_encoder_2")
-        names = [part for part in PARTS if part != "text_encoder_2" or two]
+        origins = open_origins(name, revision=revision, variant=variant, from_pt=from_pt, sources=sources, new=new,
+                               prediction_type=prediction_type)  # fmt: skip
         # All that is small first: a mistake is reported before gigabytes are read.
-        networks = {part: make_network(part, _config(part, origin(part), main, name), compute) for part in names}
-        _check_fit({part: network.config for part, network in networks.items()})
-        tokenizers: dict[str, Any] = {part: origin(part).tokenizer(part) for part in TOKENIZERS[: 1 + two]}
-        scheduler = origin("scheduler").scheduler()
-        if prediction_type:
-            scheduler["prediction_type"] = prediction_type
-        tensors = {part: origin(part).tensors(part) for part in names}
-        for part in names:
-            check_params(networks[part], *tensors[part])
-        parts: dict[str, Any] = {
-            part: Part(networks[part], load_params(networks[part], *tensors[part], dtype=dtype, placement=placement))
-            for part in names
-        }
-        return cls(scheduler=scheduler, index=main.index(), **parts, **tokenizers)
+        networks = origins.networks(origins.names(), compute)
+        check_fit(networks)
+        tokenizers: dict[str, Any] = {part: origins.tokenizer(part) for part in TOKENIZERS[: len(networks) - 2]}
+        scheduler = origins.scheduler()
+        origins.check(networks)
+        loaded = origins.load(networks, dtype=dtype, placement=placement, seed=seed)
+        parts: dict[str, Any] = {part: Part(network, loaded[part]) for part, network in networks.items()}
+        return cls(scheduler=scheduler, index=origins.index(), **parts, **tokenizers)
 
     def save(self, folder: str | Path, *, dtype: Any = None) -> None:
         """Write a diffusers folder that `from_pretrained` loads; `dtype` converts the weights.
@@ -146,13 +133,13 @@ class Pipeline:
             ValueError: for a dtype that is not floating-point.
             OSError: if the disk is full or the folder not writable.
         """
-        _check_dtype(dtype)
-        folder = Path(folder).expanduser()
         for name, part in self.networks():
-            file = f"{WEIGHTS[name]}.safetensors"
-            write_safetensors(folder / name / file, export_tensors(part, dtype).items(), {"format": "pt"})
-            _write_json(folder / name / "config.json", part.network.config.to_dict())
-            _remove_stale(folder / name, {file, "config.json"})
+            save_part(folder, name, part, dtype=dtype)
+        self.save_small(folder)
+
+    def save_small(self, folder: str | Path) -> None:
+        """Write tokenizers, scheduler and model_index.json, all that `save` writes but the networks."""
+        folder = Path(folder).expanduser()
         for name, tokenizer in (("tokenizer", self.tokenizer), ("tokenizer_2", self.tokenizer_2)):
             if tokenizer is not None:
                 _remove_stale(folder / name, set(tokenizer.save(folder / name)))
@@ -209,20 +196,9 @@ class Pipeline:
         return index
 
 
-def _config(part: str, checkpoint: Checkpoint, main: Checkpoint, name: Any) -> PartConfig:
-    """The part's configuration; a bare file of weights has the one that the main checkpoint gives the part."""
-    config = None
-    if not checkpoint.bare:
-        config = checkpoint.config(part)
-    elif checkpoint is not main:
-        config = main.config(part) if main.has(part) else checkpoint.config(part)
-    if config is None:
-        raise ValueError(f"{name} is no whole checkpoint; name it as one of the sources={{{part!r}: ...}} of a pipeline")
-    return config
-
-
-def _check_fit(configs: Mapping[str, Any]) -> None:
-    """Raise ValueError where two parts are not made for each other."""
+def check_fit(networks: Mapping[str, Network]) -> None:
+    """Raise ValueError where two parts of a pipeline are not made for each other."""
+    configs: dict[str, Any] = {part: network.config for part, network in networks.items()}
     unet, vae = configs["unet"], configs["vae"]
     widths = [configs[part].hidden_size for part in ("text_encoder", "text_encoder_2") if part in configs]
     if sum(widths) != unet.cross_attention_dim:
@@ -232,6 +208,25 @@ def _check_fit(configs: Mapping[str, Any]) -> None:
         raise ValueError(
             f"the unet's out_channels={unet.out_channels} don't fit the vae's latent_channels={vae.latent_channels}"
         )
+
+
+def save_part(folder: str | Path, name: str, part: Part, *, dtype: Any = None) -> None:
+    """Write one network into its place in a diffusers folder: its weights, then its configuration.
+
+    Raises:
+        ValueError, OSError: as `Pipeline.save`.
+    """
+    _check_dtype(dtype)
+    folder = Path(folder).expanduser() / name
+    file = f"{WEIGHTS[name]}.safetensors"
+    write_safetensors(folder / file, export_tensors(part, dtype).items(), {"format": "pt"})
+    save_config(folder.parent, name, part.network)
+    _remove_stale(folder, {file, "config.json"})
+
+
+def save_config(folder: str | Path, name: str, network: Network) -> None:
+    """Write a network's configuration alone."""
+    _write_json(Path(folder).expanduser() / name / "config.json", network.config.to_dict())
 
 
 def _check_dtype(dtype: Any) -> None:

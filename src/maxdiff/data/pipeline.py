@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 Batch = dict[str, np.ndarray]
 Tokenizer = Callable[[Sequence[str]], np.ndarray]
+# What the tokens of each tokenizer are called in a batch.
+TOKEN_NAMES = ("input_ids", "input_ids_2")
 # Examples to have seen before the fraction of bad ones means anything.
 MIN_SEEN = 100
 # Bad examples in a row, in index order, past which a source is taken to be no source of images.
@@ -68,7 +70,7 @@ def load_batch(
     Returns:
         (batch, bad), where batch holds for the b examples of this process
             image: uint8 [b resolution resolution 3].
-            input_ids: int32 [b 77], and input_ids_2 if there is a second tokenizer.
+            input_ids, input_ids_2: int32 [b 77], as many as there are tokenizers.
             position: int32 [b], the row of the global batch.
             index: int64 [b], the example within the source.
             original_size, crop: int32 [b 2], see `Picture`.
@@ -79,7 +81,7 @@ def load_batch(
     rows = np.arange(plan.global_batch)[plan.rows]
     positions = batch_positions(step, plan.global_batch)[plan.rows]
     _, wanted = example_index(plan.seed, len(source), positions)
-    load = lambda position, index: _load_example(source, plan, int(position), int(index))
+    load = lambda position, index: load_example(source, plan, int(position), int(index))
     loaded = list((pool.map if pool else map)(load, positions, wanted))
     pictures = [picture for _, _, picture, _ in loaded]
     batch = {
@@ -89,13 +91,12 @@ def load_batch(
         "original_size": np.array([picture.original_size for picture in pictures], np.int32),
         "crop": np.array([picture.crop for picture in pictures], np.int32),
     }
-    for number, tokenizer in enumerate(tokenizers, 1):
-        name = "input_ids" if number == 1 else f"input_ids_{number}"
+    for name, tokenizer in zip(TOKEN_NAMES, tokenizers, strict=False):
         batch[name] = tokenizer([example.caption for _, example, _, _ in loaded])
     return batch, [error for _, _, _, bad in loaded for error in bad]
 
 
-def _load_example(source: Source, plan: BatchPlan, position: int, index: int) -> tuple[int, Example, Picture, list[BadExample]]:
+def load_example(source: Source, plan: BatchPlan, position: int, index: int) -> tuple[int, Example, Picture, list[BadExample]]:
     """The example at `index`, or the first good one after it: whoever meets a bad one replaces it alike."""
     words = random_words(plan.seed, position, CROP_AND_FLIP)
     bad: list[BadExample] = []
@@ -126,7 +127,7 @@ def batches(
 
     Args:
         source: the examples; with workers, of a class that they can import.
-        tokenizers: one, or two for SDXL.
+        tokenizers: one, two for SDXL, none where captions are not wanted.
         plan: what a batch is.
         start_step: the step of the first batch.
         workers: processes that load batches, each every workers-th. 0 loads in threads of this process.
@@ -142,8 +143,8 @@ def batches(
         raise ValueError(f"max_bad_fraction={max_bad_fraction} (allowed: 0 to 1)")
     if plan.resolution < 1:
         raise ValueError(f"resolution={plan.resolution} (allowed: 1 or more)")
-    if not 1 <= len(tokenizers) <= 2:
-        raise ValueError(f"{len(tokenizers)} tokenizers (allowed: 1 or 2)")
+    if len(tokenizers) > len(TOKEN_NAMES):
+        raise ValueError(f"{len(tokenizers)} tokenizers (allowed: at most {len(TOKEN_NAMES)})")
     rows = plan.rows  # now, rather than at the first batch, is when a wrong batch size is told
     made = worker_batches if workers else _thread_batches
     return _checked(made(source, tokenizers, plan, start_step, workers), rows.stop - rows.start, max_bad_fraction)

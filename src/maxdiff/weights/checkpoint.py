@@ -241,7 +241,8 @@ def open_checkpoint(
     """Open a local folder, a single file or a hub repository, as `name` turns out to be.
 
     Args:
-        name: a local folder or file if there is one, else a repository on the hub.
+        name: a local folder or file if there is one, else a repository on the hub or, as owner/repository/file, one of
+            its files.
         revision: of a hub repository.
         variant, from_pt: of a folder or repository, as in `open_weights`.
         prediction_type: over what a single file says.
@@ -255,6 +256,8 @@ def open_checkpoint(
     if from_pt not in ("auto", True, False):
         raise ValueError(f"from_pt={from_pt!r} is not supported (allowed: 'auto', True, False)")
     path = Path(name).expanduser()
+    if not path.is_file() and path.suffix in SUFFIXES and len(path.parts) > 2 and path.parts[0] not in ("/", ".", ".."):
+        path = _hub_file(path, revision)
     if not path.is_file():
         return Folder(open_source(name, revision), from_pt, variant)
     if path.suffix not in SUFFIXES:
@@ -264,3 +267,11 @@ def open_checkpoint(
     if from_pt != "auto" and from_pt != (path.suffix != ".msgpack"):
         raise ValueError(f"from_pt={from_pt}: {path} holds {'Flax' if from_pt else 'PyTorch'} weights")
     return SingleFile(path, prediction_type)
+
+
+def _hub_file(path: Path, revision: str | None) -> Path:
+    """owner/repository/file of the hub, fetched."""
+    try:
+        return open_source("/".join(path.parts[:2]), revision).local("/".join(path.parts[2:]))
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"there is no file {path}; as a file on the hub: {error}") from None

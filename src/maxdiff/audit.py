@@ -1,0 +1,77 @@
+"""Which examples, captions, timesteps and noise made a step: determinism that a person can look at.
+
+    python -m maxdiff.audit configs/base14.yml run_name=my_run output_dir=runs step=1000
+
+Nothing was recorded for this: it is computed from the run's config.yml as the step itself did.
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from maxdiff import build, command
+from maxdiff.config import Config, load_config
+from maxdiff.data.order import batch_positions, example_index
+from maxdiff.data.pipeline import load_example
+from maxdiff.diffusion.objective import draw_timesteps, drop_caption, example_keys
+from maxdiff.diffusion.schedule import noise_schedule
+from maxdiff.task import make_objective
+from maxdiff.weights.checkpoint import open_checkpoint
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command line: as train.py's, and step=N."""
+    steps = [argument.removeprefix("step=") for argument in argv if argument.startswith("step=")]
+    rest = [argument for argument in argv if not argument.startswith("step=")]
+
+    def action(config: Config) -> None:
+        build.require(config, "run_name", "output_dir")
+        if len(steps) != 1 or not steps[0].isdigit() or int(steps[0]) < 1:
+            raise ValueError(f"step={','.join(steps)} is not one step of the run (allowed: 1 or more)")
+        saved = config.run.folder / "config.yml"
+        if not saved.is_file():
+            raise FileNotFoundError(f"there is no run in {config.run.folder}")
+        for line in audit(load_config(saved), int(steps[0])):
+            print(line)
+
+    return command.run("maxdiff.audit", rest, action)
+
+
+def audit(config: Config, step: int) -> Iterator[str]:
+    """Lines about each example of optimizer step `step`, counted from 1, of a run with this configuration.
+
+    Raises:
+        ValueError, OSError: if the run's data are not where they were.
+    """
+    source, made = build.open_examples(config, config.data.train_data_dir), step - 1
+    plan = build.make_plan(config)
+    rows = np.arange(plan.global_batch)
+    positions = batch_positions(made, plan.global_batch)
+    epochs, wanted = example_index(plan.seed, len(source), positions)
+    key = jax.random.fold_in(jax.random.key(config.run.seed), made)
+    noise = np.asarray(jax.random.key_data(example_keys(key, jnp.asarray(rows))))
+    columns = {"noise key": [f"{high:08x}{low:08x}" for high, low in noise]}
+    if not config.model.train_vae:
+        schedule = noise_schedule(open_checkpoint(config.run.folder / "pipeline").scheduler())
+        objective = make_objective(config, schedule)
+        columns["timestep"] = [str(t) for t in np.asarray(draw_timesteps(objective, schedule, key, jnp.asarray(rows)))]
+        dropped = np.asarray(drop_caption(objective, key, jnp.asarray(rows)))
+    else:
+        dropped = np.ones(len(rows), bool)
+    yield f"step {step} of {config.run.folder}: {plan.global_batch} examples of {len(source)}, seed {plan.seed}"
+    yield "\t".join(["position", "epoch", "index", *columns, "crop", "example", "caption"])
+    for row in rows:
+        index, example, picture, bad = load_example(source, plan, int(positions[row]), int(wanted[row]))
+        caption = "(none)" if dropped[row] else example.caption
+        place = ",".join(map(str, picture.crop))
+        yield "\t".join([str(positions[row]), str(epochs[row]), str(index), *(c[row] for c in columns.values()), place,
+                         example.key, caption])  # fmt: skip
+        for error in bad:
+            yield f"\tinstead of the bad example {error}"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,219 @@
+"""From a configuration to the parts of a run that train.py puts together."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from maxdiff.checkpoint import Checkpoints
+from maxdiff.config import Config, load_config
+from maxdiff.data.pipeline import TOKEN_NAMES, BatchPlan, Tokenizer
+from maxdiff.data.sources import Source, open_source
+from maxdiff.gradients import BATCH_AXES, gradient_function
+from maxdiff.models.network import Params, unflatten
+from maxdiff.optim import Schedule, learning_rate_schedule, make_optimizer
+from maxdiff.processes import say
+from maxdiff.profiler import Profiler
+from maxdiff.sharding import Layout, make_mesh
+from maxdiff.state import TrainState, abstract_state, make_state, state_shardings
+from maxdiff.step import Ema, ShardedUpdate, make_train_step
+from maxdiff.task import Task
+
+
+def require(config: Config, *keys: str) -> None:
+    """Raise ValueError for one of these keys that has no value."""
+    sections = [getattr(config, field.name) for field in dataclasses.fields(config)]
+    for key in keys:
+        if not next(getattr(section, key) for section in sections if hasattr(section, key)):
+            raise ValueError(f"{key} is required")
+
+
+def mesh_of(config: Config) -> Mesh:
+    """The devices, in the shape that the configuration asks for; raises ValueError as `make_mesh`."""
+    section = config.mesh
+    return make_mesh(section.mesh_axes, section.sizes("ici"), section.sizes("dcn"),
+                     allow_split_physical_axes=section.allow_split_physical_axes)  # fmt: skip
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Where the examples of a batch lie: split over the mesh axes data and fsdp."""
+    return NamedSharding(mesh, PartitionSpec(tuple(axis for axis in BATCH_AXES if axis in mesh.shape)))
+
+
+def batch_shards(mesh: Mesh) -> int:
+    """Into how many parts the examples of a batch are split."""
+    return math.prod(mesh.shape[axis] for axis in BATCH_AXES if axis in mesh.shape)
+
+
+def abstract_batch(plan: BatchPlan, tokenizers: Sequence[Tokenizer], sharding: NamedSharding) -> dict[str, Any]:
+    """What `place` makes of a batch, as jax.ShapeDtypeStructs."""
+    shapes = {"image": (plan.resolution, plan.resolution, 3), "position": (), "original_size": (2,), "crop": (2,)}
+    shapes |= {name: tokenizer([""]).shape[1:] for name, tokenizer in zip(TOKEN_NAMES, tokenizers, strict=False)}
+    return {
+        name: jax.ShapeDtypeStruct((plan.global_batch, *shape), np.uint8 if name == "image" else np.int32, sharding=sharding)
+        for name, shape in shapes.items()
+    }
+
+
+def place(sharding: NamedSharding, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+    """A global batch on its devices, from each process's part of it; `index` is for people and stays behind."""
+    return {key: jax.make_array_from_process_local_data(sharding, x) for key, x in batch.items() if key != "index"}
+
+
+def settle_batch(config: Config, mesh: Mesh) -> tuple[Config, int]:
+    """(the configuration with its global batch written out, accumulation steps).
+
+    A run keeps the global batch that its first start had, which is in its config.yml, on any number of devices.
+
+    Raises:
+        ValueError: if the global batch is no multiple of what the devices take at once.
+    """
+    batch, saved = config.batch, config.run.folder / "config.yml"
+    if not batch.global_batch_size and saved.is_file():
+        batch = dataclasses.replace(batch, global_batch_size=load_config(saved).batch.global_batch_size)
+    global_batch, accumulation = batch.split(batch_shards(mesh))
+    return dataclasses.replace(config, batch=dataclasses.replace(batch, global_batch_size=global_batch)), accumulation
+
+
+def open_examples(config: Config, path: str) -> Source:
+    """The images at `path`; raises as `open_source`."""
+    return open_source(path, config.data.caption_column, config.data.dataset_save_location or None)
+
+
+def make_plan(config: Config) -> BatchPlan:
+    """What decides the contents of each batch, for this process."""
+    data = config.data
+    return BatchPlan(config.run.seed, config.batch.global_batch_size, data.resolution, data.center_crop, data.random_flip,
+                     jax.process_index(), jax.process_count())  # fmt: skip
+
+
+def make_rates(config: Config, task: Task) -> dict[str, Schedule]:
+    """The learning rate of each trained network, by optimizer steps made."""
+    section, batch = config.optimizer, config.batch.global_batch_size
+    total = config.batch.steps(batch)
+    steps = total if section.learning_rate_schedule_steps < 0 else section.learning_rate_schedule_steps
+    rates = {}
+    for name in task.trained:
+        key = "text_encoder_learning_rate" if name.startswith("text_encoder") else "learning_rate"
+        peak = getattr(section, key)
+        if section.scale_lr:
+            say(f"{key} {peak:g} x {batch} / 256 = {peak * batch / 256:g}")
+            peak *= batch / 256
+        warmup = round(section.warmup_steps_fraction * steps)
+        rates[name] = learning_rate_schedule(section.learning_rate_schedule, peak, warmup, steps)
+    return rates
+
+
+def make_adam(config: Config, rates: dict[str, Schedule]) -> optax.GradientTransformationExtraArgs:
+    """The optimizer."""
+    section = config.optimizer
+    return make_optimizer(
+        section.optimizer,
+        rates,
+        betas=(section.adam_b1, section.adam_b2),
+        eps=section.adam_eps,
+        weight_decay=section.adam_weight_decay,
+        decay_norms_and_biases=section.decay_norms_and_biases,
+        max_grad_norm=section.max_grad_norm,
+        moment_dtypes=(section.moment_dtype, section.moment_dtype),
+    )
+
+
+def current_rates(rates: dict[str, Schedule], made: int) -> dict[str, float]:
+    """The learning rates of the update after `made` others, as they are logged."""
+    keys = {"text_encoder_learning_rate" if name.startswith("text_encoder") else "learning_rate": name for name in rates}
+    return {key: float(rates[name](made)) for key, name in keys.items()}
+
+
+def abstract_of(
+    config: Config, layout: Layout, task: Task, optimizer: optax.GradientTransformationExtraArgs
+) -> TrainState:
+    """The state's shapes and shardings; nothing is computed."""
+    networks = {name: task.networks[name] for name in task.trained}
+    dtype = jnp.dtype(config.model.weights_dtype)
+
+    def make() -> TrainState:
+        params: Params = {name: jax.tree.map(lambda s: jnp.zeros(s.shape, dtype), n.abstract()) for name, n in networks.items()}
+        return make_state(params, optimizer, use_ema=config.optimizer.use_ema)
+
+    stored: Params = {name: layout.shardings(network) for name, network in networks.items()}
+    updates: Params = {name: layout.update_shardings(network) for name, network in networks.items()}
+    return abstract_state(make, optimizer, stored, updates if config.optimizer.shard_optimizer else None)
+
+
+def begin(config: Config, task: Task, optimizer: optax.GradientTransformationExtraArgs, abstract: TrainState,
+          checkpoints: Checkpoints) -> TrainState:  # fmt: skip
+    """The state that this start goes on from.
+
+    1. The run's own latest checkpoint.
+    2. The checkpoint that `resume_from` names: its whole state, step included.
+    3. Pretrained weights, where the configuration names some.
+    4. Random weights.
+
+    Raises:
+        FileNotFoundError, ValueError: if a checkpoint or weights cannot be read; none is passed over for the next.
+    """
+    if steps := checkpoints.steps():
+        say(f"going on from step {steps[-1]} in {checkpoints.folder}")
+        return checkpoints.restore(steps[-1], abstract)
+    if config.run.resume_from:
+        folder, step = find_checkpoint(config.run.resume_from)
+        say(f"beginning with step {step} in {folder}")
+        with Checkpoints(folder) as others:
+            return others.restore(step, abstract)
+    make = functools.partial(make_state, optimizer=optimizer, use_ema=config.optimizer.use_ema)
+    return jax.jit(make, donate_argnums=0, out_shardings=state_shardings(abstract))(task.initial())
+
+
+def find_checkpoint(path: str) -> tuple[Path, int]:
+    """(folder of checkpoints, step) from a run's folder, its folder of checkpoints, or one of these.
+
+    Raises:
+        FileNotFoundError: if there is no checkpoint.
+    """
+    folder = Path(path).expanduser()
+    if folder.name.isdigit() and folder.is_dir():
+        return folder.parent, int(folder.name)
+    folder = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
+    steps = []
+    if folder.is_dir():
+        with Checkpoints(folder) as checkpoints:
+            steps = checkpoints.steps()
+    if not steps:
+        raise FileNotFoundError(f"resume_from={path} has no checkpoint (allowed: a run's folder, or one of its checkpoints)")
+    return folder, steps[-1]
+
+
+def make_step(config: Config, layout: Layout, task: Task, optimizer: optax.GradientTransformationExtraArgs,
+              abstract: TrainState, accumulation: int) -> Any:  # fmt: skip
+    """The jitted training step (state, constants, batch, seed_key) -> (state, metrics); it donates its state."""
+    update_specs, sharded = None, None
+    if config.optimizer.shard_optimizer:
+        networks = {name: task.networks[name] for name in task.trained}
+        update_specs: Params | None = {name: unflatten(layout.update_specs(n).items()) for name, n in networks.items()}
+        sharded = ShardedUpdate({name: layout.shardings(n) for name, n in networks.items()},
+                                {name: layout.update_shardings(n) for name, n in networks.items()})  # fmt: skip
+    gradients = gradient_function(task.losses, layout.mesh, trained_specs(layout, task), accumulation, update_specs)
+    ema = Ema(config.optimizer.ema_decay, True, config.optimizer.ema_start_step) if config.optimizer.use_ema else None
+    step = make_train_step(gradients, optimizer, ema, sharded)
+    return jax.jit(step, donate_argnums=0, out_shardings=(state_shardings(abstract), None))
+
+
+def trained_specs(layout: Layout, task: Task) -> Params:
+    """The PartitionSpec of every trained parameter."""
+    return {name: unflatten(layout.specs(task.networks[name]).items()) for name in task.trained}
+
+
+def make_profiler(config: Config, first: int) -> Profiler:
+    """The recorder of the steps that the configuration asks for, of a start that goes on from step `first`."""
+    section = config.output
+    folder = config.run.folder / "tensorboard" if section.enable_profiler and jax.process_index() == 0 else None
+    return Profiler(folder, first=first, skip=section.skip_first_n_steps_for_profiler, steps=section.profiler_steps)

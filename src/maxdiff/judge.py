@@ -1,0 +1,162 @@
+"""How good a run is by now: held-out examples measured always at the same noise, and pictures."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from maxdiff.build import batch_sharding, batch_shards, open_examples, place, trained_specs
+from maxdiff.config import Config
+from maxdiff.data.pipeline import Batch, BatchPlan, load_batch
+from maxdiff.data.sources import Source
+from maxdiff.draw import DrawConfig, draw_function, requests
+from maxdiff.gradients import Measures, outputs_function, sums_function
+from maxdiff.images import grid, write_png
+from maxdiff.losses import from_uint8, latent_moments, reconstruct, to_uint8
+from maxdiff.metrics import Metrics
+from maxdiff.models.network import Params
+from maxdiff.sharding import Layout
+from maxdiff.state import TrainState
+from maxdiff.task import Task
+
+# Folded into the seed's key, where training folds in the number of a step.
+HELD_OUT = 2**32 - 1
+# How many images an autoencoder shows, above what it makes of them.
+SHOWN = 8
+
+Judge = Callable[[int, TrainState], None]
+# weights -> images uint8 [n h w 3] for a grid of so many columns
+Draw = Callable[[Params], tuple[np.ndarray, int | None]]
+
+
+def make_judge(config: Config, layout: Layout, task: Task, metrics: Metrics, key: jax.Array) -> Judge:
+    """judge(step, state): measure, log and draw, with the average weights if there are any.
+
+    Args:
+        key: the run's, whole on every device.
+
+    Raises:
+        ValueError, OSError: if the held-out examples cannot be read, or a drawing is not possible.
+    """
+    examples: list[Batch] = []
+    if config.data.eval_data_dir:
+        examples = held_out_batches(config, layout, task, open_examples(config, config.data.eval_data_dir))
+    if config.model.train_vae:
+        draw = _reconstructions(layout, task, examples) if examples else None
+    else:
+        draw = _drawings(config, layout, task, key) if config.sampling.validation_prompts else None
+    sums = sums_of(task.measures, layout, task)
+
+    def judge(step: int, state: TrainState) -> None:
+        weights = exported(layout, task, state)
+        if examples:
+            metrics.log_held_out(step, mean_of(sums, weights, task, examples, layout, key))
+        if draw is not None and step > 0:
+            images, columns = draw(weights)
+            sheet = grid(images, columns)
+            metrics.image(step, "samples", sheet)
+            if jax.process_index() == 0:
+                path = config.run.folder / "samples" / f"step-{step:06d}.png"
+                write_png(path, sheet, {"step": str(step), "prompts": "\n".join(config.sampling.validation_prompts)})
+                print(f"wrote {path}", flush=True)
+
+    return judge
+
+
+def exported(layout: Layout, task: Task, state: TrainState) -> Params:
+    """The weights that a run is judged by and ends with: the average if there is one, lying as the parameters do."""
+    if state.ema is None:
+        return state.params
+    # It may be split further than they are, see shard_optimizer.
+    return jax.device_put(state.ema, {name: layout.shardings(task.networks[name]) for name in task.trained})
+
+
+def held_out_batches(config: Config, layout: Layout, task: Task, source: Source) -> list[Batch]:
+    """The first `eval_examples` of a source's order, for this process, in batches of what the devices take at once.
+
+    The last is filled up with other examples, whose `counted` is 0.
+    """
+    at_once = config.batch.per_device_batch_size * batch_shards(layout.mesh)
+    plan = BatchPlan(seed=0, global_batch=at_once, resolution=config.data.resolution,
+                     process_index=jax.process_index(), process_count=jax.process_count())  # fmt: skip
+    examples = min(config.data.eval_examples, len(source))
+    loaded = []
+    for number in range(-(-examples // at_once)):
+        batch, _ = load_batch(source, list(task.tokenizers.values()), plan, number)
+        loaded.append({**batch, "counted": (number * at_once + batch["position"] < examples).astype(np.float32)})
+    return loaded
+
+
+def sums_of(measures: Measures, layout: Layout, task: Task) -> Any:
+    """(weights, constants, batch) -> the sums of these measures, and of `counted`; jitted."""
+
+    def counted(params: Params, constants: Any, batch: Any) -> dict[str, jax.Array]:
+        return {**measures(params, constants, batch), "counted": batch["counted"]}
+
+    return jax.jit(sums_function(counted, layout.mesh, trained_specs(layout, task)))
+
+
+def mean_of(
+    sums: Any, weights: Params, task: Task, batches: list[Batch], layout: Layout, key: jax.Array
+) -> dict[str, float]:
+    """The mean of each measure over the examples that count, at noise that `key` alone decides."""
+    total: dict[str, float] = {}
+    for number, batch in enumerate(batches):
+        constants = {**task.constants, "key": jax.random.fold_in(jax.random.fold_in(key, HELD_OUT), number)}
+        found = sums(weights, constants, place(batch_sharding(layout.mesh), batch))
+        for name, value in jax.device_get(found).items():
+            total[name] = total.get(name, 0.0) + float(value)
+    examples = total.pop("counted")
+    return {name: value / examples for name, value in total.items()}
+
+
+def latent_scale(config: Config, layout: Layout, task: Task, weights: Params, source: Source, key: jax.Array) -> float:
+    """The factor that gives an autoencoder's latents of a source's first examples a variance of 1."""
+    batches = held_out_batches(config, layout, task, source)
+    moments = functools.partial(latent_moments, task.networks["vae"])
+    measured = mean_of(sums_of(moments, layout, task), weights, task, batches, layout, key)
+    return float((measured["square"] - measured["mean"] ** 2) ** -0.5)
+
+
+def _drawings(config: Config, layout: Layout, task: Task, key: jax.Array) -> Draw:
+    """The validation prompts, each always from the same noise."""
+    sampling, side = config.sampling, config.data.resolution
+    prompts = list(sampling.validation_prompts)
+    # Filled up, so that every device draws as many.
+    wanted = len(prompts) + -len(prompts) % batch_shards(layout.mesh)
+    filled = prompts + prompts[-1:] * (wanted - len(prompts))
+    negative = [sampling.negative_prompt] * wanted if sampling.negative_prompt else None
+    request = requests(task.pipeline({name: {} for name in task.trained}), filled, negative)
+    scheduler = {**task.scheduler, **({"timestep_spacing": sampling.timestep_spacing} if sampling.timestep_spacing else {})}
+    draw = draw_function(task.networks, scheduler, DrawConfig(side, side, sampling.num_inference_steps, sampling.guidance_scale))
+    outputs = _outputs(lambda p, c, b: draw({**c["frozen"], **p}, c["key"], b), layout, task)
+    split = batch_sharding(layout.mesh)
+    placed = {name: jax.make_array_from_callback(x.shape, split, lambda at, x=x: x[at]) for name, x in request.items()}
+    return lambda weights: (np.asarray(outputs(weights, {**task.constants, "key": key}, placed))[: len(prompts)], None)
+
+
+def _reconstructions(layout: Layout, task: Task, examples: list[Batch]) -> Draw:
+    """The first held-out images and, below them, what the autoencoder makes of them."""
+
+    def pair(params: Params, constants: Any, batch: Any) -> jax.Array:
+        del constants
+        images = from_uint8(batch["image"])
+        return jnp.stack([batch["image"], to_uint8(reconstruct(task.networks["vae"], params["vae"], images))], 1)
+
+    outputs = _outputs(pair, layout, task)
+
+    def draw(weights: Params) -> tuple[np.ndarray, int]:
+        pairs = np.asarray(outputs(weights, task.constants, place(batch_sharding(layout.mesh), examples[0])))[:SHOWN]
+        return np.concatenate([pairs[:, 0], pairs[:, 1]]), len(pairs)
+
+    return draw
+
+
+def _outputs(function: Any, layout: Layout, task: Task) -> Any:
+    """(weights, constants, batch) -> what `function` makes of each example, whole on every device; jitted."""
+    outputs = outputs_function(function, layout.mesh, trained_specs(layout, task))
+    return jax.jit(outputs, out_shardings=NamedSharding(layout.mesh, PartitionSpec()))

@@ -1,0 +1,187 @@
+"""What a run trains: all in which training diffusion and training an autoencoder differ.
+
+A task holds networks, the weights that stay as they are, losses and measures. The loop, the state and the
+checkpoints are train.py's, whatever the task.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from maxdiff.config import Config, Model
+from maxdiff.diffusion.objective import Objective, timestep_probabilities
+from maxdiff.diffusion.schedule import NoiseSchedule, noise_schedule
+from maxdiff.gradients import Losses, Measures
+from maxdiff.losses import diffusion_losses, reconstruction_losses, reconstruction_measures
+from maxdiff.models import flops
+from maxdiff.models.attention import kernel
+from maxdiff.models.layers import Compute
+from maxdiff.models.network import Network, Params
+from maxdiff.pipeline import Part, Pipeline, check_fit, save_config, save_part
+from maxdiff.sharding import Layout
+from maxdiff.weights.checkpoint import TOKENIZERS
+from maxdiff.weights.origins import open_origins
+from maxdiff.weights.tokenizer import CLIPTokenizer
+
+REMAT = {
+    "none": lambda block: block,
+    "full": jax.checkpoint,
+    "dots": functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What is trained, and what training it needs.
+
+    Attributes:
+        networks: all that take part, by name.
+        trained: the names of those that are trained.
+        initial: the trained networks' weights before the first step, read or drawn when called.
+        constants: what losses and measures get besides the trained weights, whole on every device: `frozen` weights,
+            and the tokens of the empty caption.
+        tokenizers: one or, for SDXL, two; none for an autoencoder.
+        losses, held_out_losses, measures: of each example of a batch; what is held out drops no captions.
+        flops: floating-point operations of training on one example.
+        scheduler: diffusers' scheduler_config.json, which the noise schedule was made from.
+        index: the model_index.json of the pipeline that it began with.
+    """
+
+    networks: dict[str, Network]
+    trained: tuple[str, ...]
+    initial: Callable[[], dict[str, Params]]
+    constants: dict[str, Any]
+    tokenizers: dict[str, CLIPTokenizer]
+    losses: Losses
+    measures: Measures
+    flops: float
+    scheduler: dict[str, Any] = dataclasses.field(default_factory=dict)
+    index: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def pipeline(self, weights: dict[str, Params]) -> Pipeline:
+        """The pipeline with these weights of the trained networks."""
+        params = {**self.constants["frozen"], **weights}
+        parts: Any = {name: Part(network, params[name]) for name, network in self.networks.items()}
+        tokenizers: Any = self.tokenizers
+        return Pipeline(scheduler=self.scheduler, index=self.index, **parts, **tokenizers)
+
+    def save_frozen(self, folder: Path) -> None:
+        """Write all of the pipeline but the trained weights: frozen networks, tokenizers, scheduler, configurations."""
+        for name, network in self.networks.items():
+            if name in self.trained:
+                save_config(folder, name, network)
+            else:
+                save_part(folder, name, Part(network, self.constants["frozen"][name]))
+        if "unet" in self.networks:
+            self.pipeline({name: {} for name in self.trained}).save_small(folder)
+
+    def save_trained(self, folder: Path, weights: dict[str, Params]) -> None:
+        """Write the trained networks; each file appears whole or not at all."""
+        for name in self.trained:
+            save_part(folder, name, Part(self.networks[name], weights[name]))
+
+    def with_latent_scale(self, factor: float) -> "Task":
+        """The task whose autoencoder has this scaling_factor."""
+        vae = self.networks["vae"]
+        scaled = Network(vae.module, dataclasses.replace(vae.config, scaling_factor=factor))
+        return dataclasses.replace(self, networks={**self.networks, "vae": scaled})
+
+
+def make_task(config: Config, layout: Layout, stored: Path | None) -> Task:
+    """The task that a configuration asks for.
+
+    Args:
+        layout: where trained weights lie; frozen ones lie whole on every device.
+        stored: the `pipeline/` of a run that goes on, from which its networks come; None for a new run.
+
+    Raises:
+        FileNotFoundError, ValueError: for what cannot be found or does not fit; no trained weights are read yet.
+    """
+    model = config.model
+    options: dict[str, Any] = {"prediction_type": config.objective.prediction_type or None}
+    if stored is None:
+        options |= {"revision": model.revision or None, "variant": model.variant or None, "from_pt": model.from_pt,
+                    "sources": model.sources, "new": model.new}  # fmt: skip
+    origins = open_origins(stored or model.pretrained_model_name_or_path, **options)
+    names = ["vae"] if model.train_vae else origins.names()
+    trained = tuple(name for name in names if _is_trained(model, name))
+    networks = origins.networks(names, make_compute(config, layout))
+    if not model.train_vae:
+        check_fit(networks)
+    check_resolution(config, networks["vae"])
+    tokenizers = {} if model.train_vae else {part: origins.tokenizer(part) for part in TOKENIZERS[: len(networks) - 2]}
+    # The configuration of a trained network is stored at the start, its weights at the end.
+    origins.check({name: network for name, network in networks.items() if stored is None or name not in trained})
+
+    whole = NamedSharding(layout.mesh, PartitionSpec())
+    load = functools.partial(origins.load, dtype=jnp.dtype(model.weights_dtype), seed=config.run.seed)
+    frozen = load({name: networks[name] for name in names if name not in trained}, placement=lambda *_: whole)
+    scheduler: dict[str, Any] = {}
+    if model.train_vae:
+        losses = reconstruction_losses(networks["vae"], config.objective.reconstruction_loss, config.objective.kl_weight)
+        measures = reconstruction_measures(networks["vae"], losses)
+    else:
+        scheduler = origins.scheduler()
+        if config.objective.rescale_zero_terminal_snr:
+            scheduler["rescale_betas_zero_snr"] = True  # the exported pipeline must sample with it
+        schedule = noise_schedule(scheduler)
+        losses = diffusion_losses(networks, make_objective(config, schedule), schedule)
+        # What is held out is measured alike whatever training does to its examples.
+        plain = diffusion_losses(networks, Objective(config.objective.snr_gamma), schedule)
+        measures = lambda *arguments: {"loss": plain(*arguments)}
+    empty = {f"empty_ids{name.removeprefix('tokenizer')}": tokenizer("") for name, tokenizer in tokenizers.items()}
+    return Task(
+        networks=networks,
+        trained=trained,
+        initial=lambda: load({name: networks[name] for name in trained}, placement=layout.place),
+        constants={"frozen": frozen, **jax.device_put(empty, whole)},
+        tokenizers=tokenizers,
+        losses=losses,
+        measures=measures,
+        flops=flops.training(networks, trained, config.data.resolution).total,
+        scheduler=scheduler,
+        index=origins.index(),
+    )
+
+
+def _is_trained(model: Model, name: str) -> bool:
+    if name == "vae":
+        return model.train_vae
+    return name == "unet" or model.train_text_encoder
+
+
+def make_compute(config: Config, layout: Layout) -> Compute:
+    """How networks compute."""
+    model = config.model
+    # With a tensor axis the networks place their own collectives, see gradients.py.
+    sharded = layout.mesh.shape.get("tensor", 1) > 1
+    hooks = {"constrain": layout.constrain, "gather": layout.gather} if sharded else {}
+    return Compute(
+        dtype=jnp.dtype(model.activations_dtype),
+        precision=jax.lax.Precision[model.precision],
+        attention=kernel(model.attention),
+        remat=REMAT[model.remat],
+        **hooks,
+    )
+
+
+def make_objective(config: Config, schedule: NoiseSchedule) -> Objective:
+    """What is learnt."""
+    section = config.objective
+    bias = {"multiplier": 1.0, "begin": 0, "end": schedule.num_timesteps, "portion": 0.25, **section.timestep_bias}
+    return Objective(section.snr_gamma, section.noise_offset, section.input_perturbation, section.caption_dropout,
+                     timestep_probabilities(schedule.num_timesteps, **bias))  # fmt: skip
+
+
+def check_resolution(config: Config, vae: Network) -> None:
+    """Raise ValueError unless images divide into latents."""
+    if config.data.resolution % vae.config.downscale:
+        raise ValueError(
+            f"resolution={config.data.resolution} is no multiple of the autoencoder's {vae.config.downscale} pixels a latent"
+        )
