@@ -50,8 +50,8 @@ def losses(compute: Compute | None = None):
     return function
 
 
-def compile_on(sizes: tuple[int, int, int], accumulation: int):
-    """The compiled gradient on a mesh, its inputs placed there, and the layout."""
+def compile_on(sizes: tuple[int, int, int], accumulation: int, sharded: bool):
+    """The compiled gradient on a mesh, its inputs placed there, and the shardings that it is to have."""
     mesh = make_mesh(AXES, dict(zip(AXES, sizes, strict=True)), {})
     layout = Layout(mesh, RULES)
     specs = unflatten(layout.specs(network()).items())
@@ -59,8 +59,10 @@ def compile_on(sizes: tuple[int, int, int], accumulation: int):
     params, batch = inputs()
     params = jax.device_put(params, layout.shardings(network()))
     batch = jax.device_put(batch, NamedSharding(mesh, P(("data", "fsdp"))))
-    gradients = gradient_function(losses(compute), mesh, specs, accumulation)
-    return jax.jit(gradients).lower(params, {}, batch).compile(), params, batch, layout
+    update_specs = unflatten(layout.update_specs(network()).items()) if sharded else None
+    gradients = gradient_function(losses(compute), mesh, specs, accumulation, update_specs)
+    expected = layout.update_shardings(network()) if sharded else layout.shardings(network())
+    return jax.jit(gradients).lower(params, {}, batch).compile(), params, batch, dict(flatten(expected))
 
 
 @pytest.fixture(scope="module")
@@ -70,13 +72,15 @@ def expected() -> tuple[float, dict]:
     return float(loss), dict(flatten(gradient))
 
 
-@pytest.mark.parametrize(("sizes", "accumulation"), [((8, 1, 1), 1), ((1, 8, 1), 2), ((2, 4, 1), 2), ((2, 2, 2), 2)])
-def test_loss_and_gradients_are_those_of_one_device(sizes, accumulation: int, expected):
-    compiled, params, batch, layout = compile_on(sizes, accumulation)
+@pytest.mark.parametrize(
+    ("sizes", "accumulation", "sharded"),
+    [((8, 1, 1), 1, False), ((1, 8, 1), 2, False), ((2, 4, 1), 2, True), ((2, 2, 2), 2, False)],
+)
+def test_loss_and_gradients_are_those_of_one_device(sizes, accumulation: int, sharded: bool, expected):
+    compiled, params, batch, shardings = compile_on(sizes, accumulation, sharded)
     loss, gradient = compiled(params, {}, batch)
     assert float(loss) == pytest.approx(expected[0], rel=1e-5)
     largest = max(float(np.linalg.norm(g)) for g in expected[1].values())
-    shardings = dict(flatten(layout.shardings(network())))
     for path, g in flatten(gradient):
         assert g.dtype == jnp.float32
         assert g.sharding.is_equivalent_to(shardings[path], g.ndim), path
