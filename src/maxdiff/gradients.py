@@ -1,4 +1,6 @@
-"""Loss and gradients of one optimizer step over a mesh: pure functions, reduced across devices once.
+"""Sums over a batch on a mesh: loss and gradients of a training step, or measures of held-out examples.
+
+Pure functions, reduced across devices once.
 
 A batch is a dict of arrays whose first dimension is the examples of the global batch, split over the mesh
 axes data and fsdp. `losses(params, constants, micro_batch) -> [b]` gives each example's loss; what is
@@ -20,6 +22,8 @@ from maxdiff.models.network import Params
 Batch = dict[str, jax.Array]
 Losses = Callable[[Params, Any, Batch], jax.Array]
 GradientFunction = Callable[[Params, Any, Batch], tuple[jax.Array, Params]]
+Measures = Callable[[Params, Any, Batch], dict[str, jax.Array]]
+SumsFunction = Callable[[Params, Any, Batch], dict[str, jax.Array]]
 
 # Mesh axes over which the examples of a batch are split.
 BATCH_AXES = ("data", "fsdp")
@@ -47,6 +51,35 @@ def gradient_function(
     if _has_tensor(mesh):
         return _automatic(losses, mesh, accumulation, update_specs)
     return _manual(losses, mesh, specs, accumulation, update_specs)
+
+
+def sums_function(measures: Measures, mesh: Mesh, specs: Params) -> SumsFunction:
+    """(params, constants, batch) -> the sum of each measure over the global batch, float32 scalars.
+
+    `measures(params, constants, batch) -> {name: [b]}` says what is measured of each example. The batch also
+    has `counted`, float32 [b]: 1 for an example that counts, 0 for one that only fills up the batch, whose
+    measures may be anything, NaN too. Otherwise as `gradient_function`, without a gradient.
+
+    Raises:
+        ValueError: when called, for a batch that does not divide into devices.
+    """
+    axes = _batch_axes(mesh)
+
+    def local(params: Params, constants: Any, batch: Batch) -> dict[str, jax.Array]:
+        return lax.psum(_counted_sums(measures(params, constants, batch), batch["counted"]), axes)
+
+    def whole(params: Params, constants: Any, batch: Batch) -> dict[str, jax.Array]:
+        sums = _counted_sums(measures(params, constants, batch), batch["counted"])
+        return lax.with_sharding_constraint(sums, NamedSharding(mesh, PartitionSpec()))
+
+    function = whole if _has_tensor(mesh) else _on_each_device(local, mesh, specs, PartitionSpec())
+    return lambda params, constants, batch: function(params, constants, _checked(batch, mesh))
+
+
+def _counted_sums(measures: dict[str, jax.Array], counted: jax.Array) -> dict[str, jax.Array]:
+    assert all(x.shape == counted.shape for x in measures.values()), jax.tree.map(jnp.shape, measures)
+    # Not a product alone: 0 * NaN is NaN.
+    return {name: jnp.sum(jnp.where(counted > 0, x.astype(jnp.float32) * counted, 0.0)) for name, x in measures.items()}
 
 
 def _manual(losses: Losses, mesh: Mesh, specs: Params, accumulation: int, update_specs: Params) -> GradientFunction:
