@@ -9,12 +9,13 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks import parity
-from maxdiff.gradients import gradient_function
+from maxdiff.gradients import gradient_function, sums_function
 from maxdiff.models.layers import Compute
 from maxdiff.models.network import Network, Params, flatten, unflatten
 from maxdiff.models.unet import UNet2DConditionModel, UNetConfig
 from maxdiff.sharding import Layout, make_mesh
 from tests.test_sharding import AXES, MAXDIFFUSION_RULES
+from tests.tiny import tiny, tiny_batch, tiny_losses, tiny_params
 
 CONFIG = {**parity.SMALL, "block_out_channels": (32,), "down_block_types": (parity.CROSS_DOWN,), "up_block_types": (parity.CROSS_UP,),
           "attention_head_dim": 4}  # fmt: skip
@@ -50,8 +51,8 @@ def losses(compute: Compute | None = None):
     return function
 
 
-def compile_on(sizes: tuple[int, int, int], accumulation: int):
-    """The compiled gradient on a mesh, its inputs placed there, and the layout."""
+def compile_on(sizes: tuple[int, int, int], accumulation: int, sharded: bool):
+    """The compiled gradient on a mesh, its inputs placed there, and the shardings that it is to have."""
     mesh = make_mesh(AXES, dict(zip(AXES, sizes, strict=True)), {})
     layout = Layout(mesh, RULES)
     specs = unflatten(layout.specs(network()).items())
@@ -59,8 +60,10 @@ def compile_on(sizes: tuple[int, int, int], accumulation: int):
     params, batch = inputs()
     params = jax.device_put(params, layout.shardings(network()))
     batch = jax.device_put(batch, NamedSharding(mesh, P(("data", "fsdp"))))
-    gradients = gradient_function(losses(compute), mesh, specs, accumulation)
-    return jax.jit(gradients).lower(params, {}, batch).compile(), params, batch, layout
+    update_specs = unflatten(layout.update_specs(network()).items()) if sharded else None
+    gradients = gradient_function(losses(compute), mesh, specs, accumulation, update_specs)
+    expected = layout.update_shardings(network()) if sharded else layout.shardings(network())
+    return jax.jit(gradients).lower(params, {}, batch).compile(), params, batch, dict(flatten(expected))
 
 
 @pytest.fixture(scope="module")
@@ -70,13 +73,15 @@ def expected() -> tuple[float, dict]:
     return float(loss), dict(flatten(gradient))
 
 
-@pytest.mark.parametrize(("sizes", "accumulation"), [((8, 1, 1), 1), ((1, 8, 1), 2), ((2, 4, 1), 2), ((2, 2, 2), 2)])
-def test_loss_and_gradients_are_those_of_one_device(sizes, accumulation: int, expected):
-    compiled, params, batch, layout = compile_on(sizes, accumulation)
+@pytest.mark.parametrize(
+    ("sizes", "accumulation", "sharded"),
+    [((8, 1, 1), 1, False), ((1, 8, 1), 2, False), ((2, 4, 1), 2, True), ((2, 2, 2), 2, False)],
+)
+def test_loss_and_gradients_are_those_of_one_device(sizes, accumulation: int, sharded: bool, expected):
+    compiled, params, batch, shardings = compile_on(sizes, accumulation, sharded)
     loss, gradient = compiled(params, {}, batch)
     assert float(loss) == pytest.approx(expected[0], rel=1e-5)
     largest = max(float(np.linalg.norm(g)) for g in expected[1].values())
-    shardings = dict(flatten(layout.shardings(network())))
     for path, g in flatten(gradient):
         assert g.dtype == jnp.float32
         assert g.sharding.is_equivalent_to(shardings[path], g.ndim), path
@@ -108,3 +113,35 @@ def test_a_batch_that_does_not_divide_is_an_error():
         ValueError, match="global batch of 16 does not divide into 8 devices \\(data x fsdp\\) and 4 micro-batches"
     ):
         gradients(params, {}, batch)
+
+
+@pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 4, 1), (2, 2, 2)])
+def test_sums_are_those_of_one_device_over_the_examples_that_count(sizes):
+    layout = Layout(make_mesh(AXES, dict(zip(AXES, sizes, strict=True)), {}), RULES)
+    counted = np.ones(EXAMPLES, np.float32)
+    counted[[0, 3, 14, 15]] = 0
+    plain, batch = tiny_batch(), tiny_batch(layout)
+    batch["counted"] = jax.device_put(counted, batch["sample"].sharding.update(spec=P(("data", "fsdp"))))
+    batch["sample"] = batch["sample"].at[15].set(jnp.nan)
+    network = tiny(layout)
+
+    def measures(params: Params, constants: Any, batch: dict[str, Any]) -> dict[str, jax.Array]:
+        error = tiny_losses(network)(params, {}, batch)
+        return {"loss": error.astype(jnp.bfloat16), "scaled": constants["scale"] * error, "examples": jnp.ones_like(error)}
+
+    params = jax.device_put(tiny_params(), layout.shardings(network))
+    specs = unflatten(layout.specs(network).items())
+    sums = jax.jit(sums_function(measures, layout.mesh, specs))(params, {"scale": jnp.float32(3)}, batch)
+    each = np.where(counted, jax.jit(tiny_losses(tiny()))(tiny_params(), {}, plain), 0)
+    assert {name: (x.shape, x.dtype, x.sharding.is_fully_replicated) for name, x in sums.items()} == dict.fromkeys(
+        ("loss", "scaled", "examples"), ((), jnp.float32, True)
+    )
+    assert float(sums["examples"]) == 12
+    assert float(sums["scaled"]) == pytest.approx(3 * each.sum(), rel=1e-6)
+    assert float(sums["loss"]) == pytest.approx(each.sum(), rel=2**-8)  # rounded example by example, summed in float32
+
+
+def test_held_out_batches_must_divide_too():
+    sums = sums_function(lambda *_: {}, make_mesh(AXES, {"data": 8}, {}), {})
+    with pytest.raises(ValueError, match="global batch of 12 does not divide into 8 devices"):
+        sums({}, {}, {"counted": jnp.ones(12)})

@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 from benchmarks import parity
 from maxdiff.models.network import Network, flatten
 from maxdiff.models.unet import UNet2DConditionModel, UNetConfig
-from maxdiff.sharding import Layout, activation_spec, make_mesh, parameter_spec
+from maxdiff.sharding import Layout, activation_spec, make_mesh, parameter_spec, update_spec
 from maxdiff.weights.checkpoint import make_network, open_checkpoint
 from maxdiff.weights.load import load_params
 
@@ -100,6 +100,29 @@ def test_a_dimension_that_does_not_divide_falls_to_another():
     assert parameter_spec((3, 3, 320, 4), conv, rules, eight) == P(None, None, "fsdp", None)
     assert parameter_spec((3, 3, 4, 4), conv, rules, eight) == P(None, None, None, None)
     assert parameter_spec((12, 64), ("embed", None), rules, eight) == P(None, "fsdp")
+
+
+def test_an_update_is_split_over_data_too():
+    split = lambda shape, spec, *sizes: update_spec(shape, spec, mesh(*sizes))
+    out = P(None, None, None, "fsdp")
+    assert split((3, 3, 64, 32), out, 4, 2, 1) == P(None, None, "data", "fsdp")
+    assert split((3, 3, 4, 32), out, 4, 2, 1) == P(None, None, "data", "fsdp")
+    assert split((3, 3, 3, 32), out, 4, 2, 1) == P(None, None, None, ("fsdp", "data"))
+    assert split((3, 3, 3, 4), out, 4, 2, 1) == out
+    assert split((3, 3, 3, 4), P(None, None, None, "tensor"), 2, 2, 2) == P(None, None, None, "tensor")
+    assert split((64, 128), P(None, None), 8, 1, 1) == P(None, "data")
+    assert split((7,), P(None), 8, 1, 1) == P(None)
+    assert split((64, 128), P("fsdp", None), 1, 8, 1) == P("fsdp", None)
+    assert split((64, 128), P(None, ("data", "fsdp")), 4, 2, 1) == P(None, ("data", "fsdp"))
+
+
+@pytest.mark.parametrize("config", [parity.SD1, parity.SD2, parity.SDXL])
+@pytest.mark.parametrize("sizes", [(8, 1, 1), (4, 2, 1)])
+def test_updates_take_their_share_of_a_device(config: dict, sizes):
+    network = unet(config)
+    shardings = dict(flatten(Layout(mesh(*sizes), MAXDIFFUSION_RULES).update_shardings(network)))
+    per_device = sum(np.prod(shardings[path].shard_shape(spec.shape)) for path, spec in network.specs.items())
+    assert per_device == pytest.approx(network.num_parameters() / 8, rel=0.01)
 
 
 def test_activations_take_the_first_rule_that_fits():

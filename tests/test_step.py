@@ -96,12 +96,13 @@ def test_moments_and_average_lie_as_the_parameters_do(folders):
 
 @pytest.mark.parametrize("name", ["adamw", "adafactor", "lion"])
 def test_every_optimizers_state_has_a_place(folders, name: str):
-    layout = Layout(make_mesh(AXES, {"fsdp": 8}, {}), MAXDIFFUSION_RULES)
+    layout = Layout(make_mesh(AXES, {"data": 2, "fsdp": 4}, {}), MAXDIFFUSION_RULES)
     network = Pipeline.load(folders["sd1"]).unet.network
     optimizer = make_optimizer(name, lambda _: jnp.float32(1e-3))
     make = lambda: make_state({"unet": jax.tree.map(lambda s: jnp.zeros(s.shape), network.abstract())}, optimizer, use_ema=True)
-    for leaf in jax.tree.leaves(abstract_state(make, optimizer, {"unet": layout.shardings(network)})):
-        leaf.sharding.shard_shape(leaf.shape)  # raises where the sharding is not for such a shape
+    for updates in (None, {"unet": layout.update_shardings(network)}):
+        for leaf in jax.tree.leaves(abstract_state(make, optimizer, {"unet": layout.shardings(network)}, updates)):
+            leaf.sharding.shard_shape(leaf.shape)  # raises where the sharding is not for such a shape
 
 
 def test_resumed_from_a_checkpoint_is_bit_for_bit_the_uninterrupted_run(sharded: Run, tmp_path: Path):

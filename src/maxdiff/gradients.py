@@ -1,4 +1,6 @@
-"""Loss and gradients of one optimizer step over a mesh: pure functions, reduced across devices once.
+"""Sums over a batch on a mesh: loss and gradients of a training step, or measures of held-out examples.
+
+Pure functions, reduced across devices once.
 
 A batch is a dict of arrays whose first dimension is the examples of the global batch, split over the mesh
 axes data and fsdp. `losses(params, constants, micro_batch) -> [b]` gives each example's loss; what is
@@ -20,13 +22,17 @@ from maxdiff.models.network import Params
 Batch = dict[str, jax.Array]
 Losses = Callable[[Params, Any, Batch], jax.Array]
 GradientFunction = Callable[[Params, Any, Batch], tuple[jax.Array, Params]]
+Measures = Callable[[Params, Any, Batch], dict[str, jax.Array]]
+SumsFunction = Callable[[Params, Any, Batch], dict[str, jax.Array]]
 
 # Mesh axes over which the examples of a batch are split.
 BATCH_AXES = ("data", "fsdp")
 
 
-def gradient_function(losses: Losses, mesh: Mesh, specs: Params, accumulation: int = 1) -> GradientFunction:
-    """(params, constants, batch) -> (mean loss, its gradient, float32 and split as the parameters are).
+def gradient_function(
+    losses: Losses, mesh: Mesh, specs: Params, accumulation: int = 1, update_specs: Params | None = None
+) -> GradientFunction:
+    """(params, constants, batch) -> (mean loss, its gradient, float32 and split by `update_specs`).
 
     With a tensor axis of 1 every collective is written out, and gradients are reduced once a step. With more,
     XLA's partitioner places them, and reduces in every micro-batch; `losses` must then gather weights and
@@ -36,64 +42,99 @@ def gradient_function(losses: Losses, mesh: Mesh, specs: Params, accumulation: i
     Args:
         specs: the PartitionSpec of every parameter, as the parameter tree.
         accumulation: micro-batches in a batch, computed one after the other to save memory.
+        update_specs: the PartitionSpec of every parameter's gradient; by default that of the parameter.
 
     Raises:
         ValueError: when called, for a batch that does not divide into devices and micro-batches.
     """
-    if mesh.shape.get("tensor", 1) > 1:
-        return _automatic(losses, mesh, specs, accumulation)
-    return _manual(losses, mesh, specs, accumulation)
+    update_specs = specs if update_specs is None else update_specs
+    if _has_tensor(mesh):
+        return _automatic(losses, mesh, accumulation, update_specs)
+    return _manual(losses, mesh, specs, accumulation, update_specs)
 
 
-def _manual(losses: Losses, mesh: Mesh, specs: Params, accumulation: int) -> GradientFunction:
-    axes = tuple(axis for axis in BATCH_AXES if axis in mesh.shape)
+def sums_function(measures: Measures, mesh: Mesh, specs: Params) -> SumsFunction:
+    """(params, constants, batch) -> the sum of each measure over the global batch, float32 scalars.
 
-    def gather(p: jax.Array, spec: PartitionSpec) -> jax.Array:
-        dim = _fsdp_dim(spec)
-        return p if dim is None else lax.all_gather(p, "fsdp", axis=dim, tiled=True)
+    `measures(params, constants, batch) -> {name: [b]}` says what is measured of each example. The batch also
+    has `counted`, float32 [b]: 1 for an example that counts, 0 for one that only fills up the batch, whose
+    measures may be anything, NaN too. Otherwise as `gradient_function`, without a gradient.
+
+    Raises:
+        ValueError: when called, for a batch that does not divide into devices.
+    """
+    axes = _batch_axes(mesh)
+
+    def local(params: Params, constants: Any, batch: Batch) -> dict[str, jax.Array]:
+        return lax.psum(_counted_sums(measures(params, constants, batch), batch["counted"]), axes)
+
+    def whole(params: Params, constants: Any, batch: Batch) -> dict[str, jax.Array]:
+        sums = _counted_sums(measures(params, constants, batch), batch["counted"])
+        return lax.with_sharding_constraint(sums, NamedSharding(mesh, PartitionSpec()))
+
+    function = whole if _has_tensor(mesh) else _on_each_device(local, mesh, specs, PartitionSpec())
+    return lambda params, constants, batch: function(params, constants, _checked(batch, mesh))
+
+
+def _counted_sums(measures: dict[str, jax.Array], counted: jax.Array) -> dict[str, jax.Array]:
+    assert all(x.shape == counted.shape for x in measures.values()), jax.tree.map(jnp.shape, measures)
+    # Not a product alone: 0 * NaN is NaN.
+    return {name: jnp.sum(jnp.where(counted > 0, x.astype(jnp.float32) * counted, 0.0)) for name, x in measures.items()}
+
+
+def _manual(losses: Losses, mesh: Mesh, specs: Params, accumulation: int, update_specs: Params) -> GradientFunction:
+    axes = _batch_axes(mesh)
+    several = [axis for axis in axes if mesh.shape[axis] > 1]  # XLA does not leave out a sum over one device
 
     def reduce(gradient: jax.Array, spec: PartitionSpec) -> jax.Array:
-        dim = _fsdp_dim(spec)
-        if dim is None:
-            return lax.psum(gradient, axes)
-        gradient = lax.psum_scatter(gradient, "fsdp", scatter_dimension=dim, tiled=True)
-        return lax.psum(gradient, "data") if "data" in axes else gradient
+        splits = _splits(spec)
+        for dim, axis in splits:
+            gradient = lax.psum_scatter(gradient, axis, scatter_dimension=dim, tiled=True)
+        whole = tuple(axis for axis in several if axis not in (split for _, split in splits))
+        return lax.psum(gradient, whole) if whole else gradient
 
-    def local(params: Params, constants: Any, batch: Batch) -> tuple[jax.Array, Params]:
-        examples = _examples(batch) * math.prod(mesh.shape[axis] for axis in axes)
-        weights = jax.tree.map(gather, params, specs)
+    def local(weights: Params, constants: Any, batch: Batch) -> tuple[jax.Array, Params]:
+        examples = _examples(batch) * _shards(mesh)
         micro = {key: x.reshape(accumulation, -1, *x.shape[1:]) for key, x in batch.items()}
         loss, gradient = _accumulate(losses, weights, constants, micro)
-        gradient = jax.tree.map(lambda g, spec: reduce(g, spec) / examples, gradient, specs)
+        gradient = jax.tree.map(lambda g, spec: reduce(g, spec) / examples, gradient, update_specs)
         return lax.psum(loss, axes) / examples, gradient
 
-    mapped = jax.shard_map(
-        local,
+    mapped = _on_each_device(local, mesh, specs, (PartitionSpec(), update_specs))
+    return lambda params, constants, batch: mapped(params, constants, _checked(batch, mesh, accumulation))
+
+
+def _on_each_device(local: Callable[..., Any], mesh: Mesh, specs: Params, out_specs: Any) -> Callable[..., Any]:
+    """`local(weights, constants, batch)` with whole weights and the device's own examples."""
+
+    def gather(p: jax.Array, spec: PartitionSpec) -> jax.Array:
+        for dim, axis in reversed(_splits(spec)):
+            p = lax.all_gather(p, axis, axis=dim, tiled=True)
+        return p
+
+    return jax.shard_map(
+        lambda params, constants, batch: local(jax.tree.map(gather, params, specs), constants, batch),
         mesh=mesh,
-        in_specs=(specs, PartitionSpec(), PartitionSpec(axes)),
-        out_specs=(PartitionSpec(), specs),
-        # The gradient is taken wholly inside, so no collective is differentiated and nothing is to be checked.
+        in_specs=(specs, PartitionSpec(), PartitionSpec(_batch_axes(mesh))),
+        out_specs=out_specs,
+        # Gradients are taken wholly inside, so no collective is differentiated and nothing is to be checked.
         check_vma=False,
     )
-    return lambda params, constants, batch: mapped(params, constants, _checked(batch, mesh, axes, accumulation))
 
 
-def _automatic(losses: Losses, mesh: Mesh, specs: Params, accumulation: int) -> GradientFunction:
-    axes = tuple(axis for axis in BATCH_AXES if axis in mesh.shape)
-    shards = math.prod(mesh.shape[axis] for axis in axes)
-
+def _automatic(losses: Losses, mesh: Mesh, accumulation: int, update_specs: Params) -> GradientFunction:
     def split(x: jax.Array) -> jax.Array:
         # Each device's examples are cut in `accumulation` parts, so that none moves to another device.
-        parts = x.reshape(shards, accumulation, -1, *x.shape[1:]).swapaxes(0, 1)
+        parts = x.reshape(_shards(mesh), accumulation, -1, *x.shape[1:]).swapaxes(0, 1)
         parts = parts.reshape(accumulation, -1, *x.shape[1:])
-        return lax.with_sharding_constraint(parts, NamedSharding(mesh, PartitionSpec(None, axes)))
+        return lax.with_sharding_constraint(parts, NamedSharding(mesh, PartitionSpec(None, _batch_axes(mesh))))
 
     def whole(params: Params, constants: Any, batch: Batch) -> tuple[jax.Array, Params]:
-        batch = _checked(batch, mesh, axes, accumulation)
+        batch = _checked(batch, mesh, accumulation)
         loss, gradient = _accumulate(losses, params, constants, {key: split(x) for key, x in batch.items()})
         examples = _examples(batch)
-        stored = lambda g, spec: lax.with_sharding_constraint(g / examples, NamedSharding(mesh, spec))
-        return loss / examples, jax.tree.map(stored, gradient, specs)
+        placed = lambda g, spec: lax.with_sharding_constraint(g / examples, NamedSharding(mesh, spec))
+        return loss / examples, jax.tree.map(placed, gradient, update_specs)
 
     return whole
 
@@ -115,13 +156,12 @@ def _accumulate(losses: Losses, params: Params, constants: Any, micro: Batch) ->
     return lax.scan(body, zeros, micro)[0]
 
 
-def _checked(batch: Batch, mesh: Mesh, axes: tuple[str, ...], accumulation: int) -> Batch:
-    shards = math.prod(mesh.shape[axis] for axis in axes)
+def _checked(batch: Batch, mesh: Mesh, accumulation: int = 1) -> Batch:
     examples = _examples(batch)
-    if examples % (shards * accumulation):
+    if examples % (_shards(mesh) * accumulation):
         raise ValueError(
-            f"a global batch of {examples} does not divide into {shards} devices ({' x '.join(axes)}) "
-            f"and {accumulation} micro-batches"
+            f"a global batch of {examples} does not divide into {_shards(mesh)} devices "
+            f"({' x '.join(_batch_axes(mesh))}) and {accumulation} micro-batches"
         )
     return batch
 
@@ -130,9 +170,22 @@ def _examples(batch: Batch) -> int:
     return next(iter(batch.values())).shape[0]
 
 
-def _fsdp_dim(spec: PartitionSpec) -> int | None:
-    """The dimension that is split over fsdp."""
-    for dim, entry in enumerate(spec):
-        if entry == "fsdp" or (isinstance(entry, tuple) and "fsdp" in entry):
-            return dim
-    return None
+def _has_tensor(mesh: Mesh) -> bool:
+    return mesh.shape.get("tensor", 1) > 1
+
+
+def _batch_axes(mesh: Mesh) -> tuple[str, ...]:
+    return tuple(axis for axis in BATCH_AXES if axis in mesh.shape)
+
+
+def _shards(mesh: Mesh) -> int:
+    """Parts into which examples are split."""
+    return math.prod(mesh.shape[axis] for axis in _batch_axes(mesh))
+
+
+def _splits(spec: PartitionSpec) -> list[tuple[int, str]]:
+    """(dimension, mesh axis) in the order in which to scatter: fsdp's dimension first, as its links are the fast
+    ones and leave less to send over data's; within a dimension from major to minor.
+    """
+    entries = [(dim, (entry,) if isinstance(entry, str) else entry or ()) for dim, entry in enumerate(spec)]
+    return [(dim, axis) for dim, axes in sorted(entries, key=lambda e: "fsdp" not in e[1]) for axis in axes]

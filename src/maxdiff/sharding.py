@@ -174,6 +174,26 @@ def parameter_spec(shape: Sequence[int], axes: Axes, rules: Rules, mesh: Mesh) -
     return PartitionSpec(*(_entry(target, mesh) for target in chosen))
 
 
+def update_spec(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:
+    """How a parameter's update is split: as the parameter (`spec`) and over the mesh axis data besides.
+
+    That goes to the largest dimension that it divides and nothing splits; where there is none, within the
+    shards of fsdp; where it divides neither, nowhere.
+    """
+    ways = mesh.shape.get("data", 1)
+    entries = [_mesh_axes(entry) for entry in spec] + [()] * (len(shape) - len(spec))
+    if ways == 1 or any("data" in entry for entry in entries):
+        return spec
+    # The largest, so that no kernel is cut between its pixels; of equals the last.
+    free = [dim for dim in reversed(range(len(shape))) if not entries[dim]]
+    split = [dim for dim, entry in enumerate(entries) if "fsdp" in entry]
+    for dim in [*sorted(free, key=lambda dim: -shape[dim]), *split]:
+        if shape[dim] % (_ways(entries[dim], mesh) * ways) == 0:
+            entries[dim] = (*entries[dim], "data")
+            break
+    return PartitionSpec(*(_entry(entry, mesh) for entry in entries))
+
+
 def _targets(name: str | None, rules: Rules) -> Iterable[tuple[str, ...]]:
     return (_mesh_axes(target) for rule, target in rules if rule == name)
 
@@ -225,6 +245,18 @@ class Layout:
     def shardings(self, network: Network) -> Params:
         """The NamedSharding of every parameter, as the parameter tree."""
         return unflatten((path, NamedSharding(self.mesh, spec)) for path, spec in self.specs(network).items())
+
+    def update_specs(self, network: Network) -> dict[ParameterPath, PartitionSpec]:
+        """The PartitionSpec of every parameter's gradient, moments and average, where the update is sharded too.
+
+        Raises:
+            ValueError: as `specs`.
+        """
+        return {path: update_spec(network.specs[path].shape, spec, self.mesh) for path, spec in self.specs(network).items()}
+
+    def update_shardings(self, network: Network) -> Params:
+        """The NamedSharding of every parameter's update, as the parameter tree."""
+        return unflatten((path, NamedSharding(self.mesh, spec)) for path, spec in self.update_specs(network).items())
 
     def place(self, path: ParameterPath, spec: ParameterSpec) -> NamedSharding:
         """Where a parameter lies; for `load_params` and `Pipeline.load`."""

@@ -36,16 +36,23 @@ def make_state(params: Params, optimizer: optax.GradientTransformation, *, use_e
     return TrainState(jnp.zeros((), jnp.int32), params, ema, optimizer.init(params))
 
 
-def abstract_state(make: Callable[[], TrainState], optimizer: optax.GradientTransformation, shardings: Params) -> TrainState:
+def abstract_state(
+    make: Callable[[], TrainState],
+    optimizer: optax.GradientTransformation,
+    shardings: Params,
+    updates: Params | None = None,
+) -> TrainState:
     """The state as jax.ShapeDtypeStructs with shardings, without computing it.
 
-    Moments lie as their parameters do; those of another shape (Adafactor's, which are small) lie whole on
-    every device. Left to itself XLA would put them all on one device.
+    Moments and average lie as their parameters do, or as their updates; moments of another shape (Adafactor's,
+    which are small) lie whole on every device. Left to itself XLA would put them all on one device.
 
     Args:
         make: gives the state; only traced.
         shardings: the NamedSharding of every parameter.
+        updates: the NamedSharding of every parameter's update, where it is sharded further (`ShardedUpdate`).
     """
+    updates = shardings if updates is None else updates
     shapes = jax.eval_shape(make)
     mesh = next(iter(jax.tree.leaves(shardings))).mesh
     replicated = NamedSharding(mesh, PartitionSpec())
@@ -53,11 +60,11 @@ def abstract_state(make: Callable[[], TrainState], optimizer: optax.GradientTran
         optimizer,
         lambda moment, sharding, param: sharding if moment.shape == param.shape else replicated,
         shapes.opt_state,
-        shardings,
+        updates,
         shapes.params,
         transform_non_params=lambda _: replicated,
     )
-    placed = TrainState(replicated, shardings, shardings if shapes.ema is not None else None, moments)  # pyright: ignore[reportArgumentType]
+    placed = TrainState(replicated, shardings, updates if shapes.ema is not None else None, moments)  # pyright: ignore[reportArgumentType]
     return jax.tree.map(lambda s, where: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where), shapes, placed)
 
 

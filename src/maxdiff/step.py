@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import optax
+from jax import lax
 
 from maxdiff.gradients import Batch, GradientFunction
 from maxdiff.models.network import Params
@@ -25,24 +26,47 @@ class Ema:
     start_step: int = 0
 
 
+@dataclasses.dataclass(frozen=True)
+class ShardedUpdate:
+    """Each device updates a part of what it stores, ZeRO's first stage (Rajbhandari et al. 2020).
+
+    Attributes:
+        stored: the NamedSharding of every parameter between steps.
+        updates: that of its gradient, moments and average: `stored`, and split over data besides
+            (`Layout.update_shardings`). Gradients are to come split so (`gradient_function`'s update_specs).
+    """
+
+    stored: Params
+    updates: Params
+
+
 def make_train_step(
-    gradients: GradientFunction, optimizer: optax.GradientTransformationExtraArgs, ema: Ema | None
+    gradients: GradientFunction,
+    optimizer: optax.GradientTransformationExtraArgs,
+    ema: Ema | None,
+    sharded: ShardedUpdate | None = None,
 ) -> TrainStep:
     """train_step(state, constants, batch, seed_key) -> (state, metrics); jit it and donate the state.
 
     The step's randomness is fold_in(seed_key, state.step), so it is the same after any restart. Metrics are
     `loss` (the mean over the batch) and `grad_norm` (before clipping), float32 scalars that stay on the device.
+    With `sharded` the new parameters are gathered once, at the end; without, every device of the data axis
+    makes the same update.
     """
 
     def train_step(state: TrainState, constants: Params, batch: Batch, seed_key: jax.Array) -> tuple[TrainState, Metrics]:
         key = jax.random.fold_in(seed_key, state.step)
         loss, gradient = gradients(state.params, {**constants, "key": key}, batch)
-        updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
-        params: Any = optax.apply_updates(state.params, updates)
+        # A slice of what each device has: nothing is sent.
+        params: Any = state.params if sharded is None else lax.with_sharding_constraint(state.params, sharded.updates)
+        updates, opt_state = optimizer.update(gradient, state.opt_state, params)
+        params = optax.apply_updates(params, updates)
         step = state.step + 1
         average = state.ema
         if ema is not None and average is not None:
             average = update_ema(average, params, ema_decay(step, ema.decay, ema.warmup, ema.start_step))
+        if sharded is not None:
+            params = lax.with_sharding_constraint(params, sharded.stored)
         metrics = {"loss": loss, "grad_norm": optax.tree.norm(gradient)}
         return TrainState(step, params, average, opt_state), metrics
 
