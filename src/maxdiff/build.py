@@ -133,9 +133,7 @@ def current_rates(rates: dict[str, Schedule], made: int) -> dict[str, float]:
     return {key: float(rates[name](made)) for key, name in keys.items()}
 
 
-def abstract_of(
-    config: Config, layout: Layout, task: Task, optimizer: optax.GradientTransformationExtraArgs
-) -> TrainState:
+def abstract_of(config: Config, layout: Layout, task: Task, optimizer: optax.GradientTransformationExtraArgs) -> TrainState:
     """The state's shapes and shardings; nothing is computed."""
     networks = {name: task.networks[name] for name in task.trained}
     dtype = jnp.dtype(config.model.weights_dtype)

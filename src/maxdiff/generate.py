@@ -1,7 +1,7 @@
 """Draw a prompt with a run's pipeline, or with any other.
 
-    python generate.py configs/base14.yml run_name=my_run output_dir=runs prompt="a red heart"
-    python generate.py configs/base14.yml prompt="a red heart"     # pretrained_model_name_or_path
+python generate.py configs/base14.yml run_name=my_run output_dir=runs prompt="a red heart"
+python generate.py configs/base14.yml prompt="a red heart"     # pretrained_model_name_or_path
 """
 
 from collections.abc import Sequence

@@ -76,6 +76,17 @@ def sums_function(measures: Measures, mesh: Mesh, specs: Params) -> SumsFunction
     return lambda params, constants, batch: function(params, constants, _checked(batch, mesh))
 
 
+def outputs_function(
+    function: Callable[[Params, Any, Batch], jax.Array], mesh: Mesh, specs: Params
+) -> Callable[..., jax.Array]:
+    """(params, constants, batch) -> what `function` makes of each example, [b ...], split as the batch is.
+
+    Otherwise as `gradient_function`, without a gradient.
+    """
+    mapped = function if _has_tensor(mesh) else _on_each_device(function, mesh, specs, PartitionSpec(_batch_axes(mesh)))
+    return lambda params, constants, batch: mapped(params, constants, _checked(batch, mesh))
+
+
 def _counted_sums(measures: dict[str, jax.Array], counted: jax.Array) -> dict[str, jax.Array]:
     assert all(x.shape == counted.shape for x in measures.values()), jax.tree.map(jnp.shape, measures)
     # Not a product alone: 0 * NaN is NaN.

@@ -100,9 +100,7 @@ def sums_of(measures: Measures, layout: Layout, task: Task) -> Any:
     return jax.jit(sums_function(counted, layout.mesh, trained_specs(layout, task)))
 
 
-def mean_of(
-    sums: Any, weights: Params, task: Task, batches: list[Batch], layout: Layout, key: jax.Array
-) -> dict[str, float]:
+def mean_of(sums: Any, weights: Params, task: Task, batches: list[Batch], layout: Layout, key: jax.Array) -> dict[str, float]:
     """The mean of each measure over the examples that count, at noise that `key` alone decides."""
     total: dict[str, float] = {}
     for number, batch in enumerate(batches):
@@ -132,7 +130,8 @@ def _drawings(config: Config, layout: Layout, task: Task, key: jax.Array) -> Dra
     negative = [sampling.negative_prompt] * wanted if sampling.negative_prompt else None
     request = requests(task.pipeline({name: {} for name in task.trained}), filled, negative)
     scheduler = {**task.scheduler, **({"timestep_spacing": sampling.timestep_spacing} if sampling.timestep_spacing else {})}
-    draw = draw_function(task.networks, scheduler, DrawConfig(side, side, sampling.num_inference_steps, sampling.guidance_scale))
+    settings = DrawConfig(side, side, sampling.num_inference_steps, sampling.guidance_scale)
+    draw = draw_function(task.networks, scheduler, settings)
     outputs = _outputs(lambda p, c, b: draw({**c["frozen"], **p}, c["key"], b), layout, task)
     split = batch_sharding(layout.mesh)
     placed = {name: jax.make_array_from_callback(x.shape, split, lambda at, x=x: x[at]) for name, x in request.items()}

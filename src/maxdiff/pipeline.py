@@ -12,10 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxdiff.models.layers import Compute
-from maxdiff.models.network import Network, Params, flatten
+from maxdiff.models.network import Network, Params, Placement, flatten
 from maxdiff.weights import original
 from maxdiff.weights.checkpoint import PARTS, TOKENIZERS
-from maxdiff.weights.load import Placement
 from maxdiff.weights.names import to_torch, to_torch_shape, torch_key
 from maxdiff.weights.origins import open_origins
 from maxdiff.weights.source import FromPt

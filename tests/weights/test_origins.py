@@ -50,7 +50,9 @@ def test_what_nothing_is_said_of_is_stable_diffusions(folders: dict[str, Path]):
     assert origins.scheduler()["beta_schedule"] == "scaled_linear"
     assert origins.scheduler()["prediction_type"] == "v_prediction"
     assert origins.tokenizer("tokenizer")("cat")[0, 1] == 2368
-    with pytest.raises(ValueError, match=r"nothing says where the unet comes from \(allowed: pretrained_model_name_or_path, unet_path"):
+    with pytest.raises(
+        ValueError, match=r"nothing says where the unet comes from \(allowed: pretrained_model_name_or_path, unet_path"
+    ):
         origins.networks(["unet"])
 
 

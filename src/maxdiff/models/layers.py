@@ -7,27 +7,42 @@ leaves have Flax's names: kernel (transposed weight), scale, embedding, bias.
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
-from jax.nn import initializers
 
 from maxdiff.models.attention import AttentionKernel, dot_product
 
 Axes = tuple[str | None, ...]
-Initializer = Callable[..., jax.Array]
+# (random numbers, shape) -> values, float32. Drawn on the host: compiling a draw for every shape takes a minute.
+Initializer = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
 
-zeros, ones = initializers.zeros, initializers.ones
-# torch's default for Linear and Conv2d, uniform in +-1/sqrt(fan_in), with which diffusers starts.
-fan_in_uniform = initializers.variance_scaling(1 / 3, "fan_in", "uniform")
-# Cached, so that parameters drawn from one distribution hold one function (see Network.init).
-normal = functools.cache(initializers.normal)
+
+def zeros(_: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """All 0."""
+    return np.zeros(shape, np.float32)
+
+
+def ones(_: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """All 1."""
+    return np.ones(shape, np.float32)
+
+
+def fan_in_uniform(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Uniform in +-1/sqrt(fan_in), torch's default for Linear and Conv2d, with which diffusers starts."""
+    bound = np.float32(math.prod(shape[:-1]) ** -0.5)
+    return (2 * rng.random(shape, np.float32) - 1) * bound
+
+
+def normal(std: float) -> Initializer:
+    """Normal with mean 0."""
+    return lambda rng, shape: rng.standard_normal(shape, np.float32) * np.float32(std)
 
 
 def _as_is(x: jax.Array, _: Axes) -> jax.Array:

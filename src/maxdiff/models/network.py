@@ -3,13 +3,15 @@
 import dataclasses
 import functools
 import math
+import os
 import zlib
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from maxdiff.models.layers import Axes, Compute, Initializer
@@ -27,11 +29,15 @@ class ParameterSpec:
     init: Initializer
 
 
+# (path, spec) -> where the parameter lives.
+Placement = Callable[[Path, ParameterSpec], jax.sharding.Sharding]
+
+
 class Network:
     """A network's function and the description of its parameters; it holds no weights.
 
     >>> network = Network(UNet2DConditionModel, UNetConfig(), Compute(dtype=jnp.bfloat16))
-    >>> params = network.init(jax.random.key(0))
+    >>> params = network.init(seed=0)
     >>> network.apply(params, latents, timesteps, text_states)
 
     Attributes:
@@ -74,22 +80,27 @@ class Network:
         """The parameter tree as jax.ShapeDtypeStructs: no memory, no time."""
         return unflatten((path, jax.ShapeDtypeStruct(s.shape, dtype)) for path, s in self.specs.items())
 
-    def init(self, key: jax.Array, dtype: Any = jnp.float32) -> Params:
-        """Fresh parameters; jit it, with `out_shardings` on a mesh.
+    def init(self, seed: int, dtype: Any = jnp.float32, placement: Placement | None = None) -> Params:
+        """Fresh parameters.
 
-        A parameter's values depend on `key` and its path alone. Parameters alike in shape and
-        initialiser are drawn together: compiling one draw for each of 686 would take a minute.
+        A parameter's values depend on the seed and its path alone, not on the network around it nor on where
+        it is placed.
+
+        Args:
+            placement: the sharding of each parameter; by default the first device.
         """
-        alike = defaultdict(list)
-        for path, spec in self.specs.items():
-            alike[spec.shape, spec.init].append(path)
-        values = {}
-        for (shape, init), paths in alike.items():
-            names = jnp.array([zlib.crc32(".".join(map(str, path)).encode()) for path in paths], jnp.uint32)
-            keys = jax.vmap(lambda name: jax.random.fold_in(key, name))(names)
-            drawn = jax.vmap(lambda k, init=init, shape=shape: init(k, shape, dtype))(keys)
-            values.update(zip(paths, drawn, strict=True))
-        return unflatten((path, values[path]) for path in self.specs)
+        default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+
+        def draw(path: Path) -> jax.Array:
+            spec = self.specs[path]
+            # Philox's stream is fixed by its definition, so it is the same on every host.
+            key = zlib.crc32(".".join(map(str, path)).encode()) << 64 | seed % 2**64
+            values = spec.init(np.random.Generator(np.random.Philox(key=key)), spec.shape).astype(dtype)
+            where = placement(path, spec) if placement else default
+            return jax.make_array_from_callback(spec.shape, where, lambda index: values[index])
+
+        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+            return unflatten(zip(self.specs, pool.map(draw, self.specs), strict=True))
 
     def num_parameters(self) -> int:
         """How many numbers the parameters hold."""

@@ -9,13 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxdiff.models.network import Network, ParameterSpec, Params, unflatten
+from maxdiff.models.network import Network, ParameterSpec, Params, Placement, unflatten
 from maxdiff.models.network import Path as ParameterPath
 from maxdiff.weights.names import reader, to_torch_shape, torch_key
 from maxdiff.weights.tensors import Tensor
-
-# (path, spec) -> where the parameter lives.
-Placement = Callable[[ParameterPath, ParameterSpec], jax.sharding.Sharding]
 
 # Tensors in flight at once. Each may need a transposed copy of its slice in host memory.
 THREADS = min(8, os.cpu_count() or 1)

@@ -1,19 +1,17 @@
 """Where each part of a pipeline comes from: a main checkpoint, a source of its own, or nowhere, being new."""
 
 import dataclasses
-import functools
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from maxdiff.models.layers import Compute
-from maxdiff.models.network import Network, Params, unflatten
+from maxdiff.models.network import Network, Params, Placement
 from maxdiff.weights import original
 from maxdiff.weights.checkpoint import PARTS, TOKENIZERS, Checkpoint, PartConfig, make_network, open_checkpoint
-from maxdiff.weights.load import Placement, check_params, load_params
+from maxdiff.weights.load import check_params, load_params
 from maxdiff.weights.source import FromPt
 from maxdiff.weights.tokenizer import END, CLIPTokenizer, published_tokenizer
 
@@ -73,7 +71,7 @@ class Origins:
             placement: (path, spec) -> sharding of each; by default the first device.
         """
         return {
-            part: _draw(network, jax.random.key(seed), dtype, placement)
+            part: network.init(seed, dtype, placement)
             if part in self.new
             else load_params(network, *self._of(part).tensors(part), dtype=dtype, placement=placement)
             for part, network in networks.items()
@@ -152,10 +150,3 @@ def open_origins(
         if not checkpoint.has(part):
             raise ValueError(f"sources: {(sources or {})[part]} has no {part}")
     return Origins(str(name), main, opened, dict(new or {}), prediction_type)
-
-
-def _draw(network: Network, key: jax.Array, dtype: Any, placement: Placement | None) -> Params:
-    where = None
-    if placement is not None:
-        where = unflatten((path, placement(path, spec)) for path, spec in network.specs.items())
-    return jax.jit(functools.partial(network.init, dtype=dtype), out_shardings=where)(key)
