@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from maxdiff.conditioning import encode_text, size_conditioning
 from maxdiff.diffusion.objective import Objective, drop_caption, mean_loss, noisy_batch, vae_noise
 from maxdiff.diffusion.schedule import NoiseSchedule
 from maxdiff.gradients import Batch, Losses
@@ -50,18 +51,14 @@ def diffusion_losses(networks: Mapping[str, Network], objective: Objective, sche
 def _text(
     networks: Mapping[str, Network], weights: Params, constants: Mapping[str, Any], batch: Batch, dropped: jax.Array
 ) -> tuple[jax.Array, dict[str, jax.Array] | None]:
-    """Text states [b 77 d], and SDXL's added conditioning."""
-
-    def encode(suffix: str) -> Any:
-        part = f"text_encoder{suffix}"
-        ids = jnp.where(dropped[:, None], constants[f"empty_ids{suffix}"], batch[f"input_ids{suffix}"])
-        return networks[part].apply(weights[part], ids)
-
-    if "text_encoder_2" not in networks:
-        return encode("").last_hidden_state, None
-    first, second = encode(""), encode("_2")
-    states = jnp.concatenate([first.hidden_states[-2], second.hidden_states[-2]], axis=-1)
+    """Text states [b 77 d], and SDXL's added conditioning; of the empty caption where `dropped`, bool [b]."""
+    ids = {
+        f"input_ids{suffix}": jnp.where(dropped[:, None], constants[f"empty_ids{suffix}"], batch[f"input_ids{suffix}"])
+        for suffix in ("", "_2")
+        if f"text_encoder{suffix}" in networks
+    }
+    states, pooled = encode_text(networks, weights, ids)
+    if pooled is None:
+        return states, None
     height, width = batch["image"].shape[1:3]
-    target = jnp.broadcast_to(jnp.array([[height, width]], jnp.int32), batch["crop"].shape)
-    time_ids = jnp.concatenate([batch["original_size"], batch["crop"], target], axis=-1)
-    return states, {"text_embeds": second.text_embeds, "time_ids": time_ids.astype(jnp.float32)}
+    return states, size_conditioning(pooled, batch["original_size"], batch["crop"], (height, width))
