@@ -1,0 +1,57 @@
+"""Images on disk."""
+
+import io
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, PngImagePlugin
+
+from maxdiff.weights.tensors import write_atomically
+
+GAP = 4  # pixels between the images of a grid
+
+
+def grid(images: np.ndarray, columns: int | None = None) -> np.ndarray:
+    """Images uint8 [n h w 3] side by side, row by row, with white gaps -> uint8 [H W 3].
+
+    Args:
+        columns: images in a row; by default the grid is as nearly square as can be.
+
+    Raises:
+        ValueError: for images of another shape or dtype, or columns below 1.
+    """
+    if images.ndim != 4 or images.shape[-1] != 3 or not len(images) or images.dtype != np.uint8:
+        raise ValueError(f"images is {images.dtype.name} {list(images.shape)}, but must be uint8 [n h w 3] with n >= 1")
+    n, h, w, _ = images.shape
+    columns = math.ceil(math.sqrt(n)) if columns is None else columns
+    if columns < 1:
+        raise ValueError(f"columns={columns} must be at least 1")
+    columns = min(columns, n)
+    rows = -(-n // columns)
+    sheet = np.full((rows * (h + GAP) - GAP, columns * (w + GAP) - GAP, 3), 255, np.uint8)
+    for i, image in enumerate(images):
+        top, left = i // columns * (h + GAP), i % columns * (w + GAP)
+        sheet[top : top + h, left : left + w] = image
+    return sheet
+
+
+def write_png(path: Path, image: np.ndarray, metadata: Mapping[str, str] | None = None) -> None:
+    """Write an image uint8 [h w 3]; the file appears whole or not at all.
+
+    Args:
+        metadata: texts that go with it (prompt, seed, ...), as PNG tEXt, or iTXt where Latin-1 cannot spell them.
+
+    Raises:
+        ValueError: for an image of another shape or dtype.
+        OSError: if the disk is full or the folder not writable.
+    """
+    if image.ndim != 3 or image.shape[-1] != 3 or image.dtype != np.uint8:
+        raise ValueError(f"image is {image.dtype.name} {list(image.shape)}, but must be uint8 [h w 3]")
+    texts = PngImagePlugin.PngInfo()
+    for key, value in (metadata or {}).items():
+        texts.add_text(key, value)
+    buffer = io.BytesIO()
+    Image.fromarray(image).save(buffer, "png", pnginfo=texts)
+    write_atomically(path, [buffer.getbuffer()])
