@@ -26,6 +26,7 @@ class Purpose(enum.IntEnum):
     INPUT_PERTURBATION = 3
     CAPTION_DROPOUT = 4
     VAE_SAMPLE = 5
+    INITIAL_LATENTS = 6
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
