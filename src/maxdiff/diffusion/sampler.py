@@ -126,8 +126,7 @@ def guided(
 def _interleave(u: jax.Array, c: jax.Array) -> jax.Array:
     """[b ...] twice -> [2b ...]: u of each image, then its c.
 
-    Where images are split over devices, both of one stay on its device. Concatenated instead, they would have to
-    change places, and XLA then splits the network's channels over the devices rather than its images.
+    Where images are split over devices, both of one stay on its device; concatenated, they would change places.
     """
     return jnp.stack([u, c], axis=1).reshape(-1, *u.shape[1:])
 
