@@ -25,7 +25,7 @@ def test_base_documents_every_key_with_its_default():
 @pytest.mark.parametrize("file", [f for f in os.listdir(CONFIGS) if f != "base.yml"])
 def test_small_files_name_base_and_load(file: str):
     config = load_config(CONFIGS / file)
-    assert config.model.pretrained_model_name_or_path
+    assert config.model.pretrained_model_name_or_path or config.model.new
     assert config.mesh.logical_axis_rules
 
 

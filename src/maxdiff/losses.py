@@ -64,3 +64,59 @@ def _text(
         return states, None
     height, width = batch["image"].shape[1:3]
     return states, size_conditioning(pooled, batch["original_size"], batch["crop"], (height, width))
+
+
+def reconstruction_losses(vae: Network, kind: str, kl_weight: float) -> Losses:
+    """losses(params, constants, batch) -> [b] of an autoencoder: reconstruction plus KL (Rombach et al. 2022, appendix G).
+
+    The reconstruction error is the mean over pixels and channels; the KL divergence from a standard normal is summed
+    over the latents and divided by the same number, so that `kl_weight` has the usual scale (1e-6).
+
+    Args:
+        kind: l1 or l2, in images from -1 to 1.
+    """
+    error = RECONSTRUCTION[kind]
+
+    def losses(params: Params, constants: Mapping[str, Any], batch: Batch) -> jax.Array:
+        images = from_uint8(batch["image"])
+        latents = vae.apply(params["vae"], images, method="encode")
+        noise = vae_noise(constants["key"], batch["position"], latents.mean.shape[1:])
+        decoded = vae.apply(params["vae"], latents.sample(noise), method="decode").astype(jnp.float32)
+        return error(decoded - images).mean((1, 2, 3)) + kl_weight * latents.kl() / math.prod(images.shape[1:])
+
+    return losses
+
+
+def reconstruct(vae: Network, params: Params, images: jax.Array) -> jax.Array:
+    """Images decoded from the mean of their latents, clipped to -1 to 1; float32 [b h w 3] both."""
+    latents = vae.apply(params, images, method="encode").mean
+    return jnp.clip(vae.apply(params, latents, method="decode").astype(jnp.float32), -1.0, 1.0)
+
+
+def reconstruction_measures(vae: Network, losses: Losses) -> Measures:
+    """What is measured of an autoencoder's held-out example: its loss, and its PSNR in dB."""
+
+    def measures(params: Params, constants: Mapping[str, Any], batch: Batch) -> dict[str, jax.Array]:
+        images = from_uint8(batch["image"])
+        error = jnp.square((reconstruct(vae, params["vae"], images) - images) / 2).mean((1, 2, 3))  # of images from 0 to 1
+        return {"loss": losses(params, constants, batch), "psnr": -10.0 * jnp.log10(jnp.maximum(error, 1e-10))}
+
+    return measures
+
+
+def latent_moments(vae: Network, params: Params, constants: Mapping[str, Any], batch: Batch) -> dict[str, jax.Array]:
+    """The mean and the mean square of each example's latents, unscaled, as they are sampled."""
+    del constants
+    latents = vae.apply(params["vae"], from_uint8(batch["image"]), method="encode")
+    square = jnp.square(latents.mean) + jnp.exp(latents.logvar)
+    return {"mean": latents.mean.mean((1, 2, 3)), "square": square.mean((1, 2, 3))}
+
+
+def from_uint8(images: jax.Array) -> jax.Array:
+    """uint8 -> float32 from -1 to 1."""
+    return images.astype(jnp.float32) / 127.5 - 1.0
+
+
+def to_uint8(images: jax.Array) -> jax.Array:
+    """Float from -1 to 1, clipped -> uint8."""
+    return jnp.round(jnp.clip(images / 2 + 0.5, 0, 1) * 255).astype(jnp.uint8)
