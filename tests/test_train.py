@@ -1,6 +1,5 @@
 """python train.py as a user starts it: real processes on the real emoji, killed and started again."""
 
-import json
 import os
 import signal
 import subprocess
@@ -12,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 
+from maxdiff.metrics import read_metrics
 from maxdiff.pipeline import Pipeline
 from maxdiff.train import due
 
@@ -41,8 +41,7 @@ def environment(devices: int = 4) -> dict[str, str]:
 
 def losses(output: Path) -> dict[int, float]:
     """step -> loss; of a step that was made twice, the later."""
-    lines = (output / "r" / "metrics" / "metrics.jsonl").read_text().splitlines()
-    return {line["step"]: line["loss"] for line in map(json.loads, lines)}
+    return {line["step"]: line["loss"] for line in read_metrics(output / "r") if "loss" in line}
 
 
 def test_killed_and_started_again_is_bit_for_bit_the_uninterrupted_run(folders: dict[str, Path], tmp_path: Path):

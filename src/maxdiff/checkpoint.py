@@ -124,6 +124,11 @@ class Checkpoints:
         return metadata or {}
 
 
+def has_checkpoints(folder: Path) -> bool:
+    """Whether `Checkpoints` would find any there; nothing is made or mended."""
+    return folder.is_dir() and any(child.name.isdigit() for child in folder.iterdir())
+
+
 def _named(tree: Any) -> dict[str, Any]:
     """The tree's leaves by their paths, joined with dots: names that don't depend on container types."""
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]

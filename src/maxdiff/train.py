@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from maxdiff import build, command
 from maxdiff.accelerators import peak_flops
-from maxdiff.checkpoint import Checkpoints
+from maxdiff.checkpoint import Checkpoints, has_checkpoints
 from maxdiff.config import Config, write_config
 from maxdiff.data.pipeline import batches, prefetch
 from maxdiff.data.sources import Source
@@ -57,22 +57,23 @@ def train(config: Config) -> TrainState:
     writes = jax.process_index() == 0  # the first of several processes does
     source = build.open_examples(config, config.data.train_data_dir)
 
-    with Checkpoints(folder / "checkpoints", keep_last=config.output.checkpoints_to_keep) as checkpoints:
-        # Task: the networks, and the weights of those that are not trained. A run that goes on has them in pipeline/.
-        task = make_task(config, layout, folder / "pipeline" if checkpoints.steps() else None)
-        if writes:
-            write_atomically(folder / "config.yml", [write_config(config).encode()])
-        for name in task.trained:
-            say("\n".join([f"{name}:", *layout.describe(task.networks[name])]))
+    # Task: the networks, and the weights of those that are not trained. A run that goes on has them in pipeline/.
+    goes_on = has_checkpoints(folder / "checkpoints")
+    task = make_task(config, layout, folder / "pipeline" if goes_on else None)
+    for name in task.trained:
+        say("\n".join([f"{name}:", *layout.describe(task.networks[name])]))
 
+    with Checkpoints(folder / "checkpoints", keep_last=config.output.checkpoints_to_keep) as checkpoints:
         # State: trained parameters, their average and moments, where the mesh has them.
         rates = build.make_rates(config, task)
         optimizer = build.make_adam(config, rates)
         abstract = build.abstract_of(config, layout, task, optimizer)
         state = build.begin(config, task, optimizer, abstract, checkpoints)
         first, last = int(state.step), config.batch.steps(global_batch)
-        if writes and not checkpoints.steps():
-            task.save_frozen(folder / "pipeline")
+        if writes:
+            write_atomically(folder / "config.yml", [write_config(config).encode()])
+            if not goes_on:
+                task.save_frozen(folder / "pipeline")
 
         # Data: from this step on, whatever came before.
         plan, tokenizers = build.make_plan(config), list(task.tokenizers.values())
