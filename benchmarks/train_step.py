@@ -1,0 +1,235 @@
+"""The training step that train.py runs, timed without its data: images/s, TFLOP/s, memory, and the host's part.
+
+    python benchmarks/train_step.py --model sd15 sd2 --batch 16 use_ema=false        needs no weights and no data
+    python benchmarks/train_step.py --model sd2 --batch 32 remat=full attention=cudnn
+    python benchmarks/train_step.py --model sd15 --resolution 64 --batch 1 --steps 1 use_ema=false   24 GB and a CPU do
+
+key=value is as for train.py. The step is the whole one (autoencoder, text encoder, UNet, optimizer, average if
+use_ema), from uint8 images and token ids that are on the device already; weights are random.
+
+Prints one JSON line per case; several cases run in a process each, so that one's peak of memory is not another's:
+  * step_ms (and _min, _max): of windows of steps that are sent off without waiting, as train.py does, over their number.
+  * dispatch_ms, host_free: of a step alone, how long its call holds the host, and the share of its time for which it doesn't.
+  * tflops, unet_tflops: a device's TFLOP/s, counted from the architecture (three forward passes of what is trained, one
+    of the rest; nothing that remat repeats), and the UNet's part of it.
+  * matmul_tflops: of a bfloat16 matrix product of random numbers on the same device, just before.
+  * mfu, mfu_of_matmul: tflops over the card's data sheet, and over that product's.
+  * peak_gib: what the device had allocated at most, where it says so; host_peak_gib: this process's memory at most.
+  * loss, last_loss: of the first and the last step; about 1 at first, as a new UNet's prediction is near 0. Exit status 1
+    if they are not finite.
+"""
+
+import argparse
+import itertools
+import json
+import math
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+sys.path.insert(0, str(Path(__file__).parent))
+from architectures import ARCHITECTURES
+
+from maxdiff import build
+from maxdiff.accelerators import peak_flops
+from maxdiff.checkpoint import Checkpoints
+from maxdiff.config import Config, load_config
+from maxdiff.models import flops
+from maxdiff.sharding import Layout
+from maxdiff.task import Task, make_task
+
+CONFIGS = {"sd15": "base15.yml", "sd2": "base_2_base.yml"}
+WINDOWS = 5
+
+
+def configuration(model: str, resolution: int, batch: int, overrides: Sequence[str]) -> Config:
+    """train.py's configuration of the model, all of whose networks begin with random weights."""
+    ours = [f"{part}={json.dumps(given)}" for part, given in ARCHITECTURES[model].items()]
+    # A run_name that no run has: a folder's config.yml would say what the global batch is.
+    ours += ["pretrained_model_name_or_path=", "run_name=train_step_benchmark", f"resolution={resolution}"]
+    path = Path(__file__).parent.parent / "configs" / CONFIGS[model]
+    return load_config(path, [*ours, f"per_device_batch_size={batch}", *overrides])
+
+
+def prepare(config: Config) -> tuple[Config, Task, Callable[[], list[Any]], float]:
+    """(configuration, task, a function that makes one step and returns its metrics, seconds of compilation), as train.py."""
+    mesh = build.mesh_of(config)
+    layout = Layout(mesh, config.mesh.logical_axis_rules, config.mesh.max_replicated_mib)
+    config, accumulation = build.settle_batch(config, mesh)
+    task = make_task(config, layout, None)
+    optimizer = build.make_adam(config, build.make_rates(config, task))
+    abstract = build.abstract_of(config, layout, task, optimizer)
+    inputs = build.abstract_batch(build.make_plan(config), list(task.tokenizers.values()), build.batch_sharding(mesh))
+    key = jax.device_put(jax.random.key(config.run.seed), NamedSharding(mesh, PartitionSpec()))
+    started = time.perf_counter()
+    step = build.make_step(config, layout, task, optimizer, abstract, accumulation)
+    step = step.lower(abstract, task.constants, inputs, key).compile()
+    seconds = time.perf_counter() - started
+    # After the compilation, which on a CPU takes gigabytes of the same memory.
+    with tempfile.TemporaryDirectory() as folder, Checkpoints(folder) as none:
+        state = build.begin(config, task, optimizer, abstract, none)
+    batch = build.place(build.batch_sharding(mesh), random_batch(inputs, task))
+
+    def run() -> list[Any]:
+        nonlocal state
+        state, metrics = step(state, task.constants, batch, key)
+        return [metrics["loss"], metrics["grad_norm"]]
+
+    return config, task, run, seconds
+
+
+def random_batch(inputs: dict[str, Any], task: Task) -> dict[str, np.ndarray]:
+    """Images and captions of noise, of these shapes and dtypes."""
+    rng = np.random.default_rng(0)
+    limits = {"image": 256, "original_size": inputs["image"].shape[1] + 1, "crop": 1}
+    for name, network in task.networks.items():
+        if name.startswith("text_encoder"):
+            limits[f"input_ids{name.removeprefix('text_encoder')}"] = network.config.vocab_size
+    batch = {name: rng.integers(limits[name], size=s.shape, dtype=s.dtype) for name, s in inputs.items() if name in limits}
+    return {**batch, "position": np.arange(inputs["position"].shape[0], dtype=np.int32)}
+
+
+def seconds_of(function: Callable[[], Any], repeats: int) -> float:
+    """The average time of a call, of several sent off at once."""
+    started = time.perf_counter()
+    for _ in range(repeats):
+        result = function()
+    jax.block_until_ready(result)
+    return (time.perf_counter() - started) / repeats
+
+
+def matmul_tflops() -> float:
+    """TFLOP/s of a large bfloat16 matrix product on the first device; a CPU gets a smaller one."""
+    size = 1024 if jax.default_backend() == "cpu" else 8192
+    rng = np.random.default_rng(0)
+    # Random: a product of zeros draws less power, and so runs at a higher clock.
+    a, b = (jnp.asarray(rng.standard_normal((size, size), np.float32), jnp.bfloat16) for _ in range(2))
+    product = jax.jit(jnp.matmul)
+    multiply = lambda: product(a, b)
+    seconds_of(multiply, 3)
+    return 2 * size**3 / statistics.median(seconds_of(multiply, 10) for _ in range(5)) / 1e12
+
+
+def times(run: Callable[[], list[Any]], steps: int) -> dict[str, float]:
+    """How long steps take in a row, and how long one of them holds the host."""
+    window = math.ceil(steps / WINDOWS)
+    rows = [1e3 * seconds_of(run, window) for _ in range(math.ceil(steps / window))]
+    calls, alone = [], []
+    for _ in range(min(3, steps)):
+        started = time.perf_counter()
+        metrics = run()
+        calls.append(1e3 * (time.perf_counter() - started))
+        jax.block_until_ready(metrics)
+        alone.append(1e3 * (time.perf_counter() - started))
+    return {
+        "step_ms": round(statistics.median(rows), 2),
+        "step_ms_min": round(min(rows), 2),
+        "step_ms_max": round(max(rows), 2),
+        "step_alone_ms": round(statistics.median(alone), 2),
+        "dispatch_ms": round(statistics.median(calls), 2),
+        "host_free": round(1 - statistics.median(calls) / statistics.median(alone), 4),
+    }
+
+
+def rates(config: Config, task: Task, step_ms: float, matmul: float) -> dict[str, float | None]:
+    """What a step's time comes to: images and operations a second, and their share of what there could be."""
+    images = config.batch.global_batch_size / step_ms * 1e3
+    # One forward pass is a third of training: what training the UNet adds is the other two.
+    rest = flops.training(task.networks, [name for name in task.trained if name != "unet"], config.data.resolution)
+    unet = 1.5 * (task.flops - rest.total)
+    each = images / jax.device_count() / 1e12
+    peak = peak_flops(jax.devices()[0])
+    return {
+        "images_per_s": digits(images),
+        "tflops": digits(each * task.flops),
+        "unet_tflops": digits(each * unet),
+        "matmul_tflops": digits(matmul),
+        "mfu": digits(each * task.flops / peak * 1e12) if peak else None,
+        "mfu_of_matmul": digits(each * task.flops / matmul),
+    }
+
+
+def digits(x: float) -> float:
+    """Rounded to four digits, on a CPU as on a cluster."""
+    return float(f"{x:.4g}")
+
+
+def peaks() -> dict[str, float | None]:
+    """GiB at most of the first device, if it knows, and of this process."""
+    known = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+    process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {"peak_gib": known and round(known / 2**30, 2), "host_peak_gib": round(process / 2**30, 2)}
+
+
+def measure(model: str, resolution: int, batch: int, steps: int, overrides: Sequence[str]) -> dict[str, Any]:
+    """One case."""
+    matmul = matmul_tflops()
+    config, task, run, compiled = prepare(configuration(model, resolution, batch, overrides))
+    first, _ = jax.block_until_ready([run(), run()])  # the two warm up
+    timed = times(run, steps)
+    loss, last = float(first[0]), float(run()[0])
+    return {
+        "system": "maxdiff",
+        "model": model,
+        "pipeline": "full",
+        "resolution": config.data.resolution,
+        "batch": config.batch.per_device_batch_size,
+        "global_batch": config.batch.global_batch_size,
+        "remat": config.model.remat,
+        "attention": config.model.attention,
+        "ema": config.optimizer.use_ema,
+        "overrides": list(overrides),
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+        "device": jax.devices()[0].device_kind,
+        "devices": jax.device_count(),
+        "jax": jax.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+        "compile_s": round(compiled, 1),
+        "steps": steps,
+        **timed,
+        **rates(config, task, timed["step_ms"], matmul),
+        **peaks(),
+        "loss": round(loss, 4),
+        "last_loss": round(last, 4),
+    }
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print a line for each case; 1 if one failed or its loss is not finite."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", nargs="+", default=list(ARCHITECTURES), choices=ARCHITECTURES)
+    parser.add_argument("--resolution", nargs="+", type=int, default=[512], help="side of the images, pixels")
+    parser.add_argument("--batch", nargs="+", type=int, default=[16], help="images that a device takes at once")
+    parser.add_argument("--steps", type=int, default=20, help="steps timed, in windows of a fifth of them")
+    overrides = [argument for argument in argv if "=" in argument and not argument.startswith("-")]
+    args = parser.parse_args([argument for argument in argv if argument not in overrides])
+    cases = list(itertools.product(args.model, args.resolution, args.batch))
+    if len(cases) == 1:
+        result = measure(*cases[0], args.steps, overrides)
+        print(json.dumps(result), flush=True)
+        return int(not math.isfinite(result["loss"] + result["last_loss"]))
+    failed = False
+    for model, resolution, batch in cases:
+        case = ["--model", model, "--resolution", str(resolution), "--batch", str(batch), "--steps", str(args.steps)]
+        done = subprocess.run([sys.executable, __file__, *case, *overrides])
+        if done.returncode:
+            print(json.dumps({"system": "maxdiff", "model": model, "resolution": resolution, "batch": batch,
+                              "overrides": overrides, "error": f"exit status {done.returncode}"}), flush=True)  # fmt: skip
+        failed |= done.returncode != 0
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
