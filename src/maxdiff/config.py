@@ -252,6 +252,7 @@ class Output:
     checkpoints_to_keep: int = 3
     log_period: int = 10
     eval_every: int = -1
+    export_dtype: str = ""
     enable_profiler: bool = False
     skip_first_n_steps_for_profiler: int = 5
     profiler_steps: int = 5
@@ -261,6 +262,7 @@ class Output:
         _between(self, "checkpoints_to_keep", 1, math.inf)
         _between(self, "skip_first_n_steps_for_profiler", 1, math.inf)
         _between(self, "profiler_steps", 1, math.inf)
+        _one_of(self, "export_dtype", "", "float32", "bfloat16", "float16")
 
 
 @dataclasses.dataclass(frozen=True)

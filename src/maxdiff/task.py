@@ -81,10 +81,10 @@ class Task:
         if "unet" in self.networks:
             self.pipeline({name: {} for name in self.trained}).save_small(folder)
 
-    def save_trained(self, folder: Path, weights: dict[str, Params]) -> None:
+    def save_trained(self, folder: Path, weights: dict[str, Params], dtype: Any = None) -> None:
         """Write the trained networks; each file appears whole or not at all."""
         for name in self.trained:
-            save_part(folder, name, Part(self.networks[name], weights[name]))
+            save_part(folder, name, Part(self.networks[name], weights[name]), dtype=dtype)
 
     def with_latent_scale(self, factor: float) -> "Task":
         """The task whose autoencoder has this scaling_factor."""

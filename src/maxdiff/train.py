@@ -132,5 +132,5 @@ def export(config: Config, layout: Layout, task: Task, state: TrainState, source
         task = task.with_latent_scale(latent_scale(config, layout, task, weights, source, key))
     weights = gather(weights)
     if jax.process_index() == 0:
-        task.save_trained(config.run.folder / "pipeline", weights)
+        task.save_trained(config.run.folder / "pipeline", weights, config.output.export_dtype or None)
         print(f"wrote {config.run.folder / 'pipeline'}", flush=True)
