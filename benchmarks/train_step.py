@@ -216,6 +216,11 @@ def main(argv: Sequence[str]) -> int:
     overrides = [argument for argument in argv if "=" in argument and not argument.startswith("-")]
     args = parser.parse_args([argument for argument in argv if argument not in overrides])
     cases = list(itertools.product(args.model, args.resolution, args.batch))
+    try:
+        for case in cases:
+            configuration(*case, overrides)
+    except ValueError as error:  # a key or value that there is not: said before minutes are spent
+        parser.error(str(error))
     if len(cases) == 1:
         result = measure(*cases[0], args.steps, overrides)
         print(json.dumps(result), flush=True)
