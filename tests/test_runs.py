@@ -1,0 +1,181 @@
+"""Kinds of training and what a run leaves behind, in this process: pictures, pipelines, an audit."""
+
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from PIL import Image
+
+from maxdiff import audit, generate
+from maxdiff.build import find_checkpoint
+from maxdiff.config import Config, load_config
+from maxdiff.metrics import read_metrics
+from maxdiff.models.network import flatten
+from maxdiff.pipeline import Pipeline
+from maxdiff.train import train
+
+ROOT = Path(__file__).parent.parent
+HELD_OUT = str(ROOT / "data" / "emoji" / "heldout-000000.tar")
+TINY_VAE = "{block_out_channels: [16, 16], down_block_types: [DownEncoderBlock2D, DownEncoderBlock2D], \
+up_block_types: [UpDecoderBlock2D, UpDecoderBlock2D], norm_num_groups: 8}"
+TINY_UNET = "{block_out_channels: [32], down_block_types: [CrossAttnDownBlock2D], up_block_types: [CrossAttnUpBlock2D], \
+layers_per_block: 1, attention_head_dim: 2, norm_num_groups: 8, cross_attention_dim: 32}"
+TINY_TEXT = "{hidden_size: 32, intermediate_size: 32, num_hidden_layers: 1, num_attention_heads: 1}"
+
+
+@pytest.fixture(autouse=True)
+def _compiled_once(tmp_path_factory):
+    """Programs compiled by one test serve the others."""
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.getbasetemp() / "compiled"))
+    yield
+    jax.config.update("jax_compilation_cache_dir", None)
+
+
+def configuration(tmp_path: Path, *overrides: str) -> Config:
+    return load_config(ROOT / "configs" / "base.yml", [
+        "run_name=r", f"output_dir={tmp_path}", f"train_data_dir={HELD_OUT}", f"dataset_save_location={tmp_path}", "resolution=16",
+        "activations_dtype=float32", "attention=dot_product", "data_workers=0", "max_train_steps=2", "log_period=1",
+        "learning_rate=1e-3", *overrides,
+    ])  # fmt: skip
+
+
+def scratch(tmp_path: Path, *overrides: str) -> Config:
+    """Diffusion with nothing pretrained at all."""
+    return configuration(tmp_path, f"vae={TINY_VAE}", f"unet={TINY_UNET}", f"text_encoder={TINY_TEXT}", *overrides)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """A finished run that trained a UNet and a text encoder from nothing, with everything watched."""
+    folder = tmp_path_factory.mktemp("scratch")
+    train(scratch(folder, "train_text_encoder=true", "text_encoder_learning_rate=1e-2", f"eval_data_dir={HELD_OUT}", "eval_examples=12",
+                  "eval_every=2", "max_train_steps=4", "validation_prompts=[red heart, cat, dog]", "num_inference_steps=2", "checkpoint_every=16",
+                  "enable_profiler=true", "skip_first_n_steps_for_profiler=1", "profiler_steps=1", "max_grad_norm=0",
+                  "caption_dropout=0.3"))  # fmt: skip
+    return folder / "r"
+
+
+def test_a_run_leaves_what_the_readme_says(run: Path):
+    assert {path.name for path in run.iterdir()} == {
+        "config.yml",
+        "checkpoints",
+        "metrics",
+        "tensorboard",
+        "samples",
+        "pipeline",
+    }
+    assert {path.name for path in (run / "checkpoints").iterdir() if path.name.isdigit()} == {"2", "4"}
+    assert [path.name for path in sorted((run / "samples").iterdir())] == ["step-000002.png", "step-000004.png"]
+    with Image.open(run / "samples" / "step-000004.png") as sheet:
+        assert sheet.size == (16 + 4 + 16, 16 + 4 + 16)  # three prompts, in two rows
+        assert sheet.info["prompts"] == "red heart\ncat\ndog"
+    records = read_metrics(run)
+    assert [record["step"] for record in records if "held_out_loss" in record] == [0, 2, 4]
+    assert records[-1].keys() >= {"step", "held_out_loss"}
+    assert any("text_encoder_learning_rate" in record for record in records)
+    assert list((run / "tensorboard" / "plugins" / "profile").glob("*/*"))
+    assert load_config(run / "config.yml").batch.global_batch_size == 8
+
+
+def test_text_encoders_are_trained_at_their_own_rate_and_exported(run: Path):
+    trained = Pipeline.load(run / "pipeline")
+    config = load_config(run / "config.yml")
+    start = Pipeline.load("", new=config.model.new, seed=config.run.seed)
+    moved = lambda part: max(
+        float(np.abs(a - b).max())
+        for (_, a), (_, b) in zip(flatten(getattr(trained, part).params), flatten(getattr(start, part).params), strict=True)
+    )
+    # Adam's first steps are as long as the rate; the average has gone part of the way. A new UNet's last layers begin
+    # as zeros, so the text encoder first feels a gradient at the third step. The autoencoder is at rest.
+    assert 1e-3 < moved("unet") < 4e-3
+    assert 4e-3 < moved("text_encoder") < 2e-2
+    assert moved("vae") == 0
+
+
+def test_diffusers_loads_a_runs_pipeline(run: Path):
+    import diffusers
+    import torch
+
+    theirs = diffusers.StableDiffusionPipeline.from_pretrained(run / "pipeline")
+    ours = Pipeline.load(run / "pipeline")
+    rng = np.random.default_rng(0)
+    x, text = rng.standard_normal((2, 8, 8, 4), np.float32), rng.standard_normal((2, 77, 32), np.float32)
+    t = np.array([3, 700], np.int32)
+    with torch.no_grad():
+        expected = theirs.unet(torch.from_numpy(x).permute(0, 3, 1, 2), torch.from_numpy(t), torch.from_numpy(text)).sample
+    np.testing.assert_allclose(ours.unet(x, t, text), expected.permute(0, 2, 3, 1).numpy(), atol=1e-4)
+
+
+def test_a_run_draws_by_generate(run: Path):
+    common = ["run_name=r", f"output_dir={run.parent}", "resolution=16", "num_inference_steps=2", "activations_dtype=float32"]
+    base = ROOT / "configs" / "base.yml"
+    first = generate.generate(load_config(base, [*common, "prompt=A red heart!"]))
+    assert first == run / "images" / "a-red-heart-0.png"
+    with Image.open(first) as image:
+        assert image.size == (16, 16)
+        assert (image.info["prompt"], image.info["steps"]) == ("A red heart!", "2")
+        pixels = np.asarray(image)
+    again = generate.generate(load_config(base, [*common, "prompt=A red heart!", "seed=1"]))
+    with Image.open(again) as image:
+        assert not np.array_equal(pixels, np.asarray(image))
+    for overrides, message in (
+        (common, "prompt is required"),
+        ([*common[1:], "prompt=x"], "run_name and output_dir, or pretrained_model_name_or_path, is required"),
+        ([*common, "run_name=q", "prompt=x"], "is no pipeline yet: has the run 'q' ended"),
+    ):
+        with pytest.raises((ValueError, FileNotFoundError), match=message):
+            generate.generate(load_config(base, overrides))
+
+
+def test_an_audit_names_what_made_a_step(run: Path, capsys):
+    arguments = [str(ROOT / "configs" / "base.yml"), "run_name=r", f"output_dir={run.parent}"]
+    assert audit.main([*arguments, "step=2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    rows = [dict(zip(lines[1].split("\t"), line.split("\t"), strict=True)) for line in lines[2:]]
+    assert [row["position"] for row in rows] == [str(p) for p in range(8, 16)]
+    assert len({row["noise key"] for row in rows}) == 8
+    assert all(0 <= int(row["timestep"]) < 1000 and row["example"].startswith(HELD_OUT) for row in rows)
+    assert any(row["caption"] == "(none)" for row in rows) != all(row["caption"] == "(none)" for row in rows)
+    assert audit.main([*arguments, "step=2"]) == 0
+    assert capsys.readouterr().out.splitlines() == lines
+    for wrong, message in ((["step=0"], "step=0 is not one step of the run"), ([], "step= is not one step of the run")):
+        assert audit.main([*arguments, *wrong]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_another_run_goes_on_from_a_checkpoint(run: Path, tmp_path: Path):
+    state = train(scratch(tmp_path, f"resume_from={run}", "train_text_encoder=true", "max_train_steps=5"))
+    assert int(state.step) == 5
+    assert [record["step"] for record in read_metrics(tmp_path / "r")] == [5]
+    assert find_checkpoint(str(run / "checkpoints" / "2")) == (run / "checkpoints", 2)
+    with pytest.raises(FileNotFoundError, match=r"resume_from=.* has no checkpoint"):
+        find_checkpoint(str(tmp_path))
+
+
+def test_an_autoencoder_learns_and_scales_its_latents(tmp_path: Path):
+    import diffusers
+
+    train(configuration(tmp_path, f"vae={TINY_VAE}", "train_vae=true", f"eval_data_dir={HELD_OUT}", "eval_examples=9",
+                        "num_examples_to_see=160", "log_period=10", "learning_rate=3e-3", "export_dtype=float16"))  # fmt: skip
+    held_out = [record for record in read_metrics(tmp_path / "r") if "held_out_loss" in record]
+    assert [record["step"] for record in held_out] == [0, 20]  # 160 images, 8 a step
+    assert held_out[-1]["held_out_loss"] < 0.7 * held_out[0]["held_out_loss"]
+    assert held_out[-1]["held_out_psnr"] > held_out[0]["held_out_psnr"] + 2
+    vae = diffusers.AutoencoderKL.from_pretrained(tmp_path / "r" / "pipeline", subfolder="vae")
+    assert vae.config.scaling_factor != 0.18215
+    with Image.open(tmp_path / "r" / "samples" / "step-000020.png") as sheet:
+        assert sheet.size == (8 * 20 - 4, 2 * 20 - 4)
+    # A configuration for the autoencoder alone trains nothing else.
+    assert {path.name for path in (tmp_path / "r" / "pipeline").iterdir()} == {"vae"}
+
+
+def test_the_global_batch_stays_what_the_first_start_made_it(run: Path):
+    from maxdiff.build import mesh_of, settle_batch
+
+    config = load_config(ROOT / "configs" / "base.yml", ["run_name=r", f"output_dir={run.parent}"])
+    settled, accumulation = settle_batch(config, mesh_of(config))
+    assert (settled.batch.global_batch_size, accumulation) == (8, 1)
+    config = load_config(ROOT / "configs" / "base.yml", ["run_name=r", f"output_dir={run.parent}", "per_device_batch_size=2"])
+    with pytest.raises(ValueError, match="global_batch_size=8 is no multiple of per_device_batch_size=2 x 8 devices"):
+        settle_batch(config, mesh_of(config))
