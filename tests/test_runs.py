@@ -1,5 +1,6 @@
 """Kinds of training and what a run leaves behind, in this process: pictures, pipelines, an audit."""
 
+import shutil
 from pathlib import Path
 
 import jax
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from maxdiff import audit, generate
+from maxdiff import audit, export, generate
 from maxdiff.build import find_checkpoint
 from maxdiff.config import Config, load_config
 from maxdiff.metrics import read_metrics
@@ -139,9 +140,36 @@ def test_an_audit_names_what_made_a_step(run: Path, capsys):
     assert any(row["caption"] == "(none)" for row in rows) != all(row["caption"] == "(none)" for row in rows)
     assert audit.main([*arguments, "step=2"]) == 0
     assert capsys.readouterr().out.splitlines() == lines
-    for wrong, message in ((["step=0"], "step=0 is not one step of the run"), ([], "step= is not one step of the run")):
+    for wrong, message in (
+        (["step=0"], "step=0 is not one step of the run"),
+        (["step=1", "step=2"], "step=1,2 is not one step of the run"),
+        ([], "step=N is required"),
+        (["run_name=q", "step=1"], "there is no run in "),
+    ):
         assert audit.main([*arguments, *wrong]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_a_checkpoint_is_exported_on_request(run: Path, tmp_path: Path, capsys):
+    shutil.copytree(run, tmp_path / "r")
+    arguments = [str(ROOT / "configs" / "base.yml"), "run_name=r", f"output_dir={tmp_path}", "skip_jax_distributed_system=true"]
+    weights = lambda: dict(flatten(Pipeline.load(tmp_path / "r" / "pipeline").unet.params))["conv_out", "kernel"]
+    last = weights()
+    assert export.main([*arguments, "step=2"]) == 0
+    assert not np.array_equal(weights(), last)
+    assert export.main(arguments) == 0
+    assert np.array_equal(weights(), last)
+    assert export.main([*arguments, "step=3"]) == 2
+    assert "has no checkpoint of step 3 (there are: 2, 4)" in capsys.readouterr().err
+
+
+def test_a_finished_run_is_not_trained_again(run: Path, tmp_path: Path, capsys):
+    shutil.copytree(run, tmp_path / "r")
+    (tmp_path / "r" / "pipeline" / "unet" / "diffusion_pytorch_model.safetensors").unlink()  # as if stopped before it
+    config = load_config(run / "config.yml", [f"output_dir={tmp_path}"])
+    assert int(train(config).step) == 4
+    assert "nothing is left to train: the run has made 4 of 4 steps" in capsys.readouterr().out
+    assert (tmp_path / "r" / "pipeline" / "unet" / "diffusion_pytorch_model.safetensors").is_file()
 
 
 def test_another_run_goes_on_from_a_checkpoint(run: Path, tmp_path: Path):

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxdiff import build, command
-from maxdiff.config import Config, load_config
+from maxdiff.config import Config
 from maxdiff.data.order import batch_positions, example_index
 from maxdiff.data.pipeline import load_example
 from maxdiff.diffusion.objective import draw_timesteps, drop_caption, example_keys
@@ -24,20 +24,14 @@ from maxdiff.weights.checkpoint import open_checkpoint
 
 def main(argv: Sequence[str]) -> int:
     """The command line: as train.py's, and step=N."""
-    steps = [argument.removeprefix("step=") for argument in argv if argument.startswith("step=")]
-    rest = [argument for argument in argv if not argument.startswith("step=")]
 
-    def action(config: Config) -> None:
-        build.require(config, "run_name", "output_dir")
-        if len(steps) != 1 or not steps[0].isdigit() or int(steps[0]) < 1:
-            raise ValueError(f"step={','.join(steps)} is not one step of the run (allowed: 1 or more)")
-        saved = config.run.folder / "config.yml"
-        if not saved.is_file():
-            raise FileNotFoundError(f"there is no run in {config.run.folder}")
-        for line in audit(load_config(saved), int(steps[0])):
+    def action(config: Config, step: int | None) -> None:
+        if step is None:
+            raise ValueError("step=N is required: which step?")
+        for line in audit(config, step):
             print(line)
 
-    return command.run("maxdiff.audit", rest, action)
+    return command.run_on_step("maxdiff.audit", argv, action)
 
 
 def audit(config: Config, step: int) -> Iterator[str]:

@@ -37,3 +37,23 @@ def run(program: str, argv: Sequence[str], action: Callable[[Config], object]) -
         print(f"{program}: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def run_on_step(program: str, argv: Sequence[str], action: Callable[[Config, int | None], object]) -> int:
+    """As `run`, for what looks at a run that was started: its own config.yml counts, under the keys given here.
+
+    `step=N` among the arguments is passed on as a number; None without it.
+    """
+    steps = [argument.removeprefix("step=") for argument in argv if argument.startswith("step=")]
+    rest = [argument for argument in argv if not argument.startswith("step=")]
+
+    def on_run(config: Config) -> None:
+        saved = config.run.folder / "config.yml"
+        if not config.run.run_name or not saved.is_file():
+            raise FileNotFoundError(f"there is no run in {config.run.folder} (run_name and output_dir are required)")
+        if len(steps) > 1 or any(not step.isdigit() or int(step) < 1 for step in steps):
+            raise ValueError(f"step={','.join(steps)} is not one step of the run (allowed: 1 or more)")
+        overrides = [argument for argument in rest[1:] if not argument.startswith("-")]
+        action(load_config(saved, overrides), int(steps[0]) if steps else None)
+
+    return run(program, rest, on_run)

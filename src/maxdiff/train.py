@@ -75,13 +75,17 @@ def train(config: Config) -> TrainState:
             if not goes_on:
                 task.save_frozen(folder / "pipeline")
 
+        key = jax.device_put(jax.random.key(config.run.seed), NamedSharding(mesh, PartitionSpec()))
+        if first >= last:
+            say(f"nothing is left to train: the run has made {first} of {last} steps")
+            export(config, layout, task, state, source, key)
+            return state
+
         # Data: from this step on, whatever came before.
         plan, tokenizers = build.make_plan(config), list(task.tokenizers.values())
         split = build.batch_sharding(mesh)
         made = batches(source, tokenizers, plan, start_step=first, workers=config.data.data_workers,
                        max_bad_fraction=config.data.max_bad_fraction)  # fmt: skip
-
-        key = jax.device_put(jax.random.key(config.run.seed), NamedSharding(mesh, PartitionSpec()))
         peak = peak_flops(mesh.devices.flat[0])
         with (
             Metrics(folder if writes else None, global_batch=global_batch, devices=mesh.size, flops=task.flops,
