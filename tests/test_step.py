@@ -16,7 +16,7 @@ from maxdiff.diffusion.schedule import noise_schedule
 from maxdiff.gradients import gradient_function
 from maxdiff.losses import diffusion_losses
 from maxdiff.models.network import flatten, unflatten
-from maxdiff.optim import make_optimizer
+from maxdiff.optim import learning_rate_schedule, make_optimizer
 from maxdiff.pipeline import Pipeline
 from maxdiff.sharding import Layout, make_mesh
 from maxdiff.state import TrainState, abstract_state, make_state, state_shardings
@@ -24,6 +24,7 @@ from maxdiff.step import Ema, make_train_step
 from tests.test_sharding import AXES, MAXDIFFUSION_RULES
 
 EXAMPLES = 8
+OVERFIT_STEPS = 60
 
 
 class Run:
@@ -118,18 +119,26 @@ def test_resumed_from_a_checkpoint_is_bit_for_bit_the_uninterrupted_run(sharded:
     assert jax.tree.all(jax.tree.map(np.array_equal, jax.device_get(state), jax.device_get(expected)))
 
 
-def test_a_small_model_learns_eight_images(alone: Run, folders):
-    batch, state = alone.batch(0), alone.fresh()
-    losses = []
-    for _ in range(60):
-        state, metrics = alone.step(state, alone.constants, batch, alone.key)
-        losses.append(float(metrics["loss"]))
-    assert np.mean(losses[-10:]) < 0.8 * np.mean(losses[:3])
-    average, current = (dict(flatten(tree)) for tree in (state.ema, state.params))
+def test_a_small_model_overfits_eight_images_and_its_average_follows(alone: Run, folders):
+    losses = diffusion_losses(alone.networks, Objective(), noise_schedule(Pipeline.load(folders["sd1"]).scheduler))
+    specs = jax.tree.map(lambda _: P(), alone.abstract.params)
+    fixed = jax.random.key(11)  # the same noise and timesteps at every step
+    gradients = gradient_function(
+        lambda params, constants, batch: losses(params, {**constants, "key": fixed}, batch), alone.mesh, specs, 1
+    )
+    optimizer = make_optimizer("adamw", learning_rate_schedule("cosine", 5e-3, 10, OVERFIT_STEPS))
+    step = jax.jit(make_train_step(gradients, optimizer, Ema(0.9)), donate_argnums=0)
+    batch, start = alone.batch(0), jax.tree.map(jnp.copy, alone.fresh().params)
+    state = make_state(jax.tree.map(jnp.copy, start), optimizer, use_ema=True)
+    for number in range(OVERFIT_STEPS):
+        state, metrics = step(state, alone.constants, batch, alone.key)
+        if number == 0:
+            assert float(metrics["loss"]) > 0.5
+    assert float(metrics["loss"]) < 0.02
     path = ("unet", "conv_out", "kernel")
-    start = dict(flatten(Pipeline.load(folders["sd1"]).unet.params))[path[1:]]
-    # The average follows: between where the weights began and where they are.
-    assert 0 < np.linalg.norm(average[path] - current[path]) < np.linalg.norm(current[path] - start)
+    average, current, before = (dict(flatten(tree))[path] for tree in (state.ema, state.params, start))
+    # Between where the weights began and where they are.
+    assert 0 < np.linalg.norm(average - current) < np.linalg.norm(current - before)
 
 
 def test_sdxl_trains_on_size_and_crop(folders):
