@@ -95,6 +95,12 @@ def make_plan(config: Config) -> BatchPlan:
                      jax.process_index(), jax.process_count())  # fmt: skip
 
 
+def run_key(config: Config, mesh: Mesh) -> jax.Array:
+    """The key of all of the run's randomness, whole on every device."""
+    # Made there: a key cannot be sent to the devices of other processes.
+    return jax.jit(jax.random.key, static_argnums=0, out_shardings=NamedSharding(mesh, PartitionSpec()))(config.run.seed)
+
+
 def make_rates(config: Config, task: Task) -> dict[str, Schedule]:
     """The learning rate of each trained network, by optimizer steps made."""
     section, batch = config.optimizer, config.batch.global_batch_size

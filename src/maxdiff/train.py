@@ -11,7 +11,6 @@ import time
 from collections.abc import Sequence
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
 
 from maxdiff import build, command
 from maxdiff.accelerators import peak_flops
@@ -80,7 +79,7 @@ def train(config: Config) -> TrainState:
         made = batches(source, tokenizers, plan, start_step=first, workers=config.data.data_workers,
                        max_bad_fraction=config.data.max_bad_fraction)  # fmt: skip
 
-        key = jax.device_put(jax.random.key(config.run.seed), NamedSharding(mesh, PartitionSpec()))
+        key = build.run_key(config, mesh)
         peak = peak_flops(mesh.devices.flat[0])
         with (
             Metrics(folder if writes else None, global_batch=global_batch, devices=mesh.size, flops=task.flops,
