@@ -20,7 +20,7 @@ from maxdiff.data.pipeline import batches, prefetch
 from maxdiff.data.sources import Source
 from maxdiff.judge import exported, latent_scale, make_judge
 from maxdiff.metrics import Metrics
-from maxdiff.processes import gather, say, start
+from maxdiff.processes import gather, say, start, wait_for_all
 from maxdiff.sharding import Layout
 from maxdiff.state import TrainState
 from maxdiff.task import Task, make_task
@@ -74,7 +74,7 @@ def train(config: Config) -> TrainState:
             task.save_frozen(folder / "pipeline")
 
         # Data: from this step on, whatever came before.
-        plan, tokenizers = build.make_plan(config), list(task.tokenizers.values())
+        plan, tokenizers = build.make_plan(config, build.batch_part(mesh)), list(task.tokenizers.values())
         split = build.batch_sharding(mesh)
         made = batches(source, tokenizers, plan, start_step=first, workers=config.data.data_workers,
                        max_bad_fraction=config.data.max_bad_fraction)  # fmt: skip
@@ -132,3 +132,4 @@ def export(config: Config, layout: Layout, task: Task, state: TrainState, source
     if jax.process_index() == 0:
         task.save_trained(config.run.folder / "pipeline", weights)
         print(f"wrote {config.run.folder / 'pipeline'}", flush=True)
+    wait_for_all("exported")
