@@ -53,6 +53,24 @@ def batch_shards(mesh: Mesh) -> int:
     return math.prod(mesh.shape[axis] for axis in BATCH_AXES if axis in mesh.shape)
 
 
+def batch_part(mesh: Mesh) -> tuple[int, int]:
+    """(which part of each batch this process loads, how many parts there are).
+
+    Processes whose devices have the same examples, as with a tensor axis across them, load the same part. Where the
+    mesh gives a process rows that don't follow each other, it still loads one part: each example carries its position.
+
+    Raises:
+        ValueError: if two processes share some of their examples and not all, or have different numbers of them.
+    """
+    held: dict[int, set[int]] = {}
+    for device, (rows,) in batch_sharding(mesh).devices_indices_map((batch_shards(mesh),)).items():
+        held.setdefault(device.process_index, set()).add(rows.start or 0)
+    parts = sorted({tuple(sorted(shards)) for shards in held.values()})
+    if sum(map(len, parts)) != batch_shards(mesh) or len(set(map(len, parts))) > 1:
+        raise ValueError(f"the mesh {dict(mesh.shape)} does not split a batch evenly over {len(held)} processes")
+    return parts.index(tuple(sorted(held[jax.process_index()]))), len(parts)
+
+
 def abstract_batch(plan: BatchPlan, tokenizers: Sequence[Tokenizer], sharding: NamedSharding) -> dict[str, Any]:
     """What `place` makes of a batch, as jax.ShapeDtypeStructs."""
     shapes = {"image": (plan.resolution, plan.resolution, 3), "position": (), "original_size": (2,), "crop": (2,)}
@@ -88,11 +106,17 @@ def open_examples(config: Config, path: str) -> Source:
     return open_source(path, config.data.caption_column, config.data.dataset_save_location or None)
 
 
-def make_plan(config: Config) -> BatchPlan:
-    """What decides the contents of each batch, for this process."""
+def make_plan(config: Config, part: tuple[int, int] = (0, 1)) -> BatchPlan:
+    """What decides the contents of each batch, or of a part of each (see `batch_part`)."""
     data = config.data
     return BatchPlan(config.run.seed, config.batch.global_batch_size, data.resolution, data.center_crop, data.random_flip,
-                     jax.process_index(), jax.process_count())  # fmt: skip
+                     *part)  # fmt: skip
+
+
+def run_key(config: Config, mesh: Mesh) -> jax.Array:
+    """The key of all of the run's randomness, whole on every device."""
+    # Made there: a key cannot be sent to the devices of other processes.
+    return jax.jit(jax.random.key, static_argnums=0, out_shardings=NamedSharding(mesh, PartitionSpec()))(config.run.seed)
 
 
 def make_rates(config: Config, task: Task) -> dict[str, Schedule]:

@@ -9,9 +9,6 @@ sizes here (ici_fsdp_parallelism=1).
 import sys
 from collections.abc import Sequence
 
-import jax
-from jax.sharding import NamedSharding, PartitionSpec
-
 from maxdiff import build, command
 from maxdiff.checkpoint import Checkpoints
 from maxdiff.config import Config
@@ -46,8 +43,8 @@ def export_step(config: Config, step: int | None) -> None:
         optimizer = build.make_adam(config, build.make_rates(config, task))
         abstract = build.abstract_of(config, layout, task, optimizer)
         state = checkpoints.restore(steps[-1] if step is None else step, abstract)
-    key = jax.device_put(jax.random.key(config.run.seed), NamedSharding(layout.mesh, PartitionSpec()))
-    export(config, layout, task, state, build.open_examples(config, config.data.train_data_dir), key)
+    source = build.open_examples(config, config.data.train_data_dir)
+    export(config, layout, task, state, source, build.run_key(config, layout.mesh))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from maxdiff.build import batch_sharding, batch_shards, open_examples, place, trained_specs
+from maxdiff.build import batch_part, batch_sharding, batch_shards, open_examples, place, trained_specs
 from maxdiff.config import Config
 from maxdiff.data.pipeline import Batch, BatchPlan, load_batch
 from maxdiff.data.sources import Source
@@ -81,13 +81,15 @@ def held_out_batches(config: Config, layout: Layout, task: Task, source: Source)
     The last is filled up with other examples, whose `counted` is 0.
     """
     at_once = config.batch.per_device_batch_size * batch_shards(layout.mesh)
-    plan = BatchPlan(seed=0, global_batch=at_once, resolution=config.data.resolution,
-                     process_index=jax.process_index(), process_count=jax.process_count())  # fmt: skip
+    part, parts = batch_part(layout.mesh)
+    plan = BatchPlan(0, at_once, config.data.resolution, process_index=part, process_count=parts)
     examples = min(config.data.eval_examples, len(source))
     loaded = []
     for number in range(-(-examples // at_once)):
         batch, _ = load_batch(source, list(task.tokenizers.values()), plan, number)
-        loaded.append({**batch, "counted": (number * at_once + batch["position"] < examples).astype(np.float32)})
+        # Noise is drawn by position, so this is the one in the order: whatever the devices take at once, it is the same.
+        position = batch["position"] + np.int32(number * at_once)
+        loaded.append({**batch, "position": position, "counted": (position < examples).astype(np.float32)})
     return loaded
 
 
@@ -103,8 +105,8 @@ def sums_of(measures: Measures, layout: Layout, task: Task) -> Any:
 def mean_of(sums: Any, weights: Params, task: Task, batches: list[Batch], layout: Layout, key: jax.Array) -> dict[str, float]:
     """The mean of each measure over the examples that count, at noise that `key` alone decides."""
     total: dict[str, float] = {}
-    for number, batch in enumerate(batches):
-        constants = {**task.constants, "key": jax.random.fold_in(jax.random.fold_in(key, HELD_OUT), number)}
+    constants = {**task.constants, "key": jax.random.fold_in(key, HELD_OUT)}
+    for batch in batches:
         found = sums(weights, constants, place(batch_sharding(layout.mesh), batch))
         for name, value in jax.device_get(found).items():
             total[name] = total.get(name, 0.0) + float(value)

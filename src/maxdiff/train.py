@@ -11,7 +11,6 @@ import time
 from collections.abc import Sequence
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
 
 from maxdiff import build, command
 from maxdiff.accelerators import peak_flops
@@ -21,7 +20,7 @@ from maxdiff.data.pipeline import batches, prefetch
 from maxdiff.data.sources import Source
 from maxdiff.judge import exported, latent_scale, make_judge
 from maxdiff.metrics import Metrics
-from maxdiff.processes import gather, say, start
+from maxdiff.processes import gather, say, start, wait_for_all
 from maxdiff.sharding import Layout
 from maxdiff.state import TrainState
 from maxdiff.task import Task, make_task
@@ -75,17 +74,18 @@ def train(config: Config) -> TrainState:
             if not goes_on:
                 task.save_frozen(folder / "pipeline")
 
-        key = jax.device_put(jax.random.key(config.run.seed), NamedSharding(mesh, PartitionSpec()))
+        key = build.run_key(config, mesh)
         if first >= last:
             say(f"nothing is left to train: the run has made {first} of {last} steps")
             export(config, layout, task, state, source, key)
             return state
 
         # Data: from this step on, whatever came before.
-        plan, tokenizers = build.make_plan(config), list(task.tokenizers.values())
+        plan, tokenizers = build.make_plan(config, build.batch_part(mesh)), list(task.tokenizers.values())
         split = build.batch_sharding(mesh)
         made = batches(source, tokenizers, plan, start_step=first, workers=config.data.data_workers,
                        max_bad_fraction=config.data.max_bad_fraction)  # fmt: skip
+
         peak = peak_flops(mesh.devices.flat[0])
         with (
             Metrics(folder if writes else None, global_batch=global_batch, devices=mesh.size, flops=task.flops,
@@ -138,3 +138,4 @@ def export(config: Config, layout: Layout, task: Task, state: TrainState, source
     if jax.process_index() == 0:
         task.save_trained(config.run.folder / "pipeline", weights, config.output.export_dtype or None)
         print(f"wrote {config.run.folder / 'pipeline'}", flush=True)
+    wait_for_all("exported")

@@ -1,0 +1,264 @@
+"""Several processes, as a user starts them, train as one does; and how a process finds the others."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from maxdiff import build, processes
+from maxdiff.config import Run
+from maxdiff.pipeline import Pipeline
+from maxdiff.sharding import make_mesh
+from tests.conftest import CROSS_DOWN, CROSS_UP, UNETS
+from tests.test_sharding import AXES
+
+ROOT = Path(__file__).parent.parent
+SHARD = ROOT / "data" / "emoji" / "heldout-000000.tar"
+DEVICES = 2
+
+
+def free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("localhost", 0))
+        return server.getsockname()[1]
+
+
+def environment() -> dict[str, str]:
+    flags = f"--xla_force_host_platform_device_count={DEVICES}"
+    return {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{ROOT / 'src'}"}
+
+
+def run_together(commands: list[list[str]], folder: Path, timeout: float = 400.0) -> list[str]:
+    """What each printed. All end when one fails or time is up, with whatever they have started."""
+    folder.mkdir(parents=True, exist_ok=True)
+    running: list[subprocess.Popen[bytes]] = []
+    with contextlib.ExitStack() as stack:
+        try:
+            for number, command in enumerate(commands):
+                out, err = (stack.enter_context((folder / f"{number}.{kind}").open("wb")) for kind in ("out", "err"))
+                running.append(subprocess.Popen(command, env=environment(), stdout=out, stderr=err, start_new_session=True))
+            end = time.monotonic() + timeout
+            while any(p.poll() is None for p in running) and not any(p.poll() for p in running) and time.monotonic() < end:
+                time.sleep(0.05)
+        finally:
+            codes = [p.poll() for p in running]
+            for process in running:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    assert codes == [0] * len(commands), [(folder / f"{n}.err").read_text()[-3000:] for n in range(len(commands))]
+    return [(folder / f"{number}.out").read_text() for number in range(len(commands))]
+
+
+def command(pipeline: Path, output: Path, *overrides: str) -> list[str]:
+    keys = {
+        "run_name": "r", "output_dir": output, "pretrained_model_name_or_path": pipeline, "activations_dtype": "float32",
+        "train_data_dir": SHARD, "dataset_save_location": output.parent / "index", "resolution": 16, "center_crop": "true",
+        "global_batch_size": 8, "data_workers": 1, "learning_rate": "1e-3", "max_train_steps": 6, "log_period": 1,
+        "jax_cache_dir": output.parent / "cache", "checkpoint_every": 32, "eval_data_dir": SHARD, "eval_examples": 10,
+        "attention": "dot_product", "caption_dropout": 0.1,
+        # The gradient of a bias before a norm is nothing but rounding; Adam would make steps of full length of that.
+        "adam_eps": "1e-4",
+    }  # fmt: skip
+    program = [sys.executable, str(ROOT / "train.py"), str(ROOT / "configs/base14.yml")]
+    return [*program, *(f"{key}={value}" for key, value in keys.items()), *overrides]
+
+
+def values(output: Path, name: str) -> dict[int, float]:
+    """step -> value; of a step that was made twice, the later."""
+    lines = map(json.loads, (output / "r" / "metrics" / "metrics.jsonl").read_text().splitlines())
+    return {line["step"]: line[name] for line in lines if name in line}
+
+
+def assert_close(found: dict[int, float], expected: dict[int, float]):
+    assert list(found) == list(expected)
+    np.testing.assert_allclose(list(found.values()), list(expected.values()), rtol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def pipeline(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SD1's, with a UNet of one level, which compiles in half the time."""
+    import diffusers
+
+    folder = tmp_path_factory.mktemp("processes") / "pipeline"
+    shutil.copytree(folders["sd1"], folder)
+    one_level = {"block_out_channels": (32,), "down_block_types": (CROSS_DOWN,), "up_block_types": (CROSS_UP,)}
+    diffusers.UNet2DConditionModel(**{**UNETS["sd1"], **one_level}).save_pretrained(folder / "unet")
+    return folder
+
+
+def test_two_processes_train_as_one_does_and_one_goes_on(pipeline: Path, tmp_path: Path):
+    whole, split = tmp_path / "whole", tmp_path / "split"
+    # Parameters are split over both processes, so that neither has them whole. All three at once, to use the cores.
+    shared = ["ici_fsdp_parallelism=4", "num_processes=2", f"coordinator_address=localhost:{free_port()}"]
+    prompts = ["validation_prompts=[a cat, a red dog]", "num_inference_steps=2"]
+    pair = [command(pipeline, split, *shared, *prompts, f"process_id={n}") for n in (0, 1)]
+    _, first, second = run_together([command(pipeline, whole, "ici_fsdp_parallelism=2"), *pair], tmp_path / "said")
+    expected, held_out = values(whole, "loss"), values(whole, "held_out_loss")
+    assert_close(values(split, "loss"), expected)
+    assert_close(values(split, "held_out_loss"), held_out)
+    assert (split / "r" / "samples" / "step-000006.png").is_file()
+    assert all(first.count(f"step {step}/6 ") == 1 for step in expected)
+    assert "wrote " in first
+    assert all(line.startswith("[Gloo]") for line in second.splitlines()), second
+    ours, theirs = (Pipeline.load(output / "r" / "pipeline").unet.params for output in (split, whole))
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        assert np.linalg.norm(a - b) <= 1e-5 * np.linalg.norm(b)
+
+    shutil.rmtree(split / "r" / "checkpoints" / "6")
+    (said,) = run_together([command(pipeline, split, "ici_fsdp_parallelism=2")], tmp_path / "again")
+    assert "going on from step 4 " in said
+    assert_close(values(split, "loss"), expected)
+    assert_close(values(split, "held_out_loss"), held_out)
+
+
+def fake_devices(count: int, process_of: Any) -> list[Any]:
+    """Devices of several processes, of which a mesh asks only this."""
+    return [type("Device", (), {"process_index": process_of(n), "id": n, "platform": "fake"})() for n in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "process_of", "expected"),
+    [
+        ((4, 1, 1), lambda n: n // 2, (0, 2)),
+        ((1, 4, 1), lambda n: n % 2, (0, 2)),  # rows 0 and 2 are one part
+        ((1, 1, 4), lambda n: n // 2, (0, 1)),  # both have the same examples
+        ((1, 2, 4), lambda n: n // 2, (0, 2)),
+    ],
+)
+def test_processes_load_what_their_devices_have(sizes, process_of, expected):
+    devices = fake_devices(int(np.prod(sizes)), process_of)
+    assert build.batch_part(make_mesh(AXES, dict(zip(AXES, sizes, strict=True)), {}, devices=devices)) == expected
+
+
+def test_a_mesh_that_gives_processes_unequal_parts_is_an_error():
+    devices = fake_devices(4, lambda n: int(n == 3))
+    with pytest.raises(ValueError, match="does not split a batch evenly over 2 processes"):
+        build.batch_part(make_mesh(AXES, {"data": 4}, {}, devices=devices))
+
+
+@pytest.fixture
+def initialized(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What jax.distributed.initialize is called with, in an environment without any cluster."""
+    prefixes = ("SLURM_", "OMPI_", "PMI_", "KUBERNETES_", "TPU_", "JAX_COORD", "JAX_NUM", "JAX_PROCESS", "JAX_LOCAL", "CUDA_")
+    for name in [name for name in os.environ if name.startswith(prefixes)]:
+        monkeypatch.delenv(name)
+    calls: list[dict[str, Any]] = []
+    monkeypatch.setattr(jax.distributed, "initialize", lambda **arguments: calls.append(arguments))
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        (Run(coordinator_address="a:1"), "num_processes=-1, process_id=-1: with coordinator_address"),
+        (Run(coordinator_address="a:1", num_processes=2, process_id=2), "num_processes=2, process_id=2: with"),
+        (Run(num_processes=2), "num_processes=2, process_id=-1 needs coordinator_address"),
+        (Run(process_id=0), "num_processes=-1, process_id=0 needs coordinator_address"),
+    ],
+)
+def test_half_of_what_is_needed_is_an_error(initialized, run: Run, message: str):
+    with pytest.raises(ValueError, match=message):
+        processes.start(run)
+    assert not initialized
+
+
+def test_an_mpi_job_that_jax_cannot_see_is_an_error(initialized, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
+    with pytest.raises(ValueError, match="one of 4 processes of an MPI job"):
+        processes.start(Run())
+    processes.start(Run(skip_jax_distributed_system=True))
+    assert not initialized
+    processes.start(Run(coordinator_address="a:1", num_processes=4, process_id=3))
+    assert initialized[0]["process_id"] == 3
+
+
+def slurm(tasks: int, nodes: int, task: int = 0, **more: str) -> dict[str, str]:
+    return {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": str(tasks), "SLURM_PROCID": str(task),
+            "SLURM_LOCALID": str(task % (tasks // nodes)), "SLURM_STEP_NUM_TASKS": str(tasks), "SLURM_STEP_NUM_NODES": str(nodes),
+            **more}  # fmt: skip
+
+
+ORTE = {"OMPI_MCA_orte_hnp_uri": "1.0;tcp://10.0.0.1:1"}
+
+
+@pytest.mark.parametrize(
+    ("env", "devices"),
+    [
+        (slurm(8, 2, task=5), [1]),  # a process for each GPU, as JAX would have it
+        (slurm(2, 2), []),  # a process for each host has all that is there
+        (slurm(8, 2, task=5, CUDA_VISIBLE_DEVICES="1"), []),  # Slurm has hidden the others
+        (slurm(4, 2, task=1, SLURM_GPUS_PER_TASK="4"), []),
+        (slurm(8, 2, task=5, JAX_LOCAL_DEVICE_IDS="3"), None),
+        (slurm(8, 2, task=5, PMI_SIZE="8"), [1]),  # srun --mpi=pmi2
+        ({**ORTE, "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}, [1]),
+        ({**ORTE, "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}, []),
+        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "0"}, []),
+        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1", "TPU_WORKER_HOSTNAMES": "a,b"}, []),
+    ],
+)
+def test_clusters_are_left_to_jax_and_processes_get_their_gpus(initialized, monkeypatch, env: dict[str, str], devices):
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    processes.start(Run())
+    assert [call["local_device_ids"] for call in initialized] == [devices]
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        slurm(1, 1),
+        {**slurm(8, 1), "SLURM_STEP_NUM_TASKS": "1"},  # an interactive step in a larger allocation
+        {**ORTE, "OMPI_COMM_WORLD_SIZE": "1"},
+        {"KUBERNETES_SERVICE_HOST": "10.0.0.1"},  # a notebook's pod
+    ],
+)
+def test_a_cluster_with_one_process_needs_no_coordinator(initialized, monkeypatch, env: dict[str, str]):
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    processes.start(Run())
+    assert not initialized
+
+
+def test_the_environment_may_say_who_is_who(initialized, monkeypatch: pytest.MonkeyPatch):
+    for name, value in {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}.items():
+        monkeypatch.setenv(name, value)
+    processes.start(Run())
+    expected = {"coordinator_address": "a:1", "num_processes": 2, "process_id": 1}
+    assert expected.items() <= initialized[0].items()
+
+
+SUM = """
+import jax, numpy as np
+from jax.experimental import multihost_utils
+from maxdiff.config import Run
+from maxdiff import processes
+processes.start(Run())
+processes.wait_for_all("here")
+print(jax.process_count(), jax.local_device_count(), multihost_utils.process_allgather(np.ones(1)).sum())
+processes.say("first")
+"""
+
+
+def test_tasks_of_slurm_find_each_other_and_one_alone_says_nothing(tmp_path: Path):
+    port = str(free_port())
+    steps = [slurm(2, 1, task, JAX_COORDINATOR_PORT=port) for task in (0, 1)]
+    commands = [["env", *(f"{k}={v}" for k, v in step.items()), sys.executable, "-c", SUM] for step in steps]
+    first, second = run_together(commands, tmp_path / "two", 100)
+    assert f"2 {DEVICES} 2.0\nfirst\n" in first
+    assert f"2 {DEVICES} 2.0\n" in second
+    assert "first" not in second
+    alone = ["env", *(f"{k}={v}" for k, v in slurm(1, 1).items()), sys.executable, "-c", SUM]
+    assert run_together([alone], tmp_path / "one", 100) == [f"1 {DEVICES} 1.0\nfirst\n"]
+    assert (tmp_path / "one" / "0.err").read_text() == ""
