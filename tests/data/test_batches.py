@@ -142,8 +142,10 @@ def test_wrong_arguments_are_told_at_once(tars: str):
     ]:
         with pytest.raises(ValueError, match=message):
             batches(source, TOKENIZERS, plan, **options)
-    with pytest.raises(ValueError, match="0 tokenizers"):
-        batches(source, [], PLAN)
+    with pytest.raises(ValueError, match=r"3 tokenizers \(allowed: at most 2\)"):
+        batches(source, TOKENIZERS[:1] * 3, PLAN)
+    # An autoencoder wants no captions.
+    assert "input_ids" not in load_batch(source, [], PLAN, 0)[0]
 
 
 # --- worker processes --------------------------------------------------------------------------------
