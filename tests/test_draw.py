@@ -72,24 +72,14 @@ def as_diffusers(theirs: Any, config: DrawConfig, prompts: list[str], negative: 
     return np.stack([np.asarray(image) for image in images])
 
 
-def assert_alike(found: np.ndarray, expected: np.ndarray) -> None:
-    assert found.dtype == np.uint8
-    assert found.shape == expected.shape
-    assert expected.std() > 20
-    difference = np.abs(found.astype(int) - expected.astype(int))
-    print("worst", difference.max(), "equal", (difference == 0).mean(), "std", expected.std())
-    assert (difference <= 1).mean() >= 0.999
-
-
 NEGATIVE = PROMPTS[2:]
 COLLECTIVES = "all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all"
 
 
 @pytest.mark.parametrize(
     ("kind", "scale", "negative"),
-    [("sd1", 7.5, NEGATIVE), ("sd1", 1.0, None), ("sd2", 7.5, None), ("sd2", 1.0, None),
-     ("sdxl", 7.5, None), ("sdxl", 7.5, NEGATIVE), ("sdxl", 1.0, None)],
-)  # fmt: skip
+    [("sd1", 7.5, NEGATIVE), ("sd2", 1.0, None), ("sdxl", 7.5, None)],  # each compiles for ten seconds
+)
 def test_images_equal_diffusers(vivid, kind: str, scale: float, negative: list[str] | None):
     theirs, ours = vivid[kind]
     config = DrawConfig(**SIZE, num_inference_steps=3, guidance_scale=scale)
