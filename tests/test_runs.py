@@ -123,7 +123,7 @@ def test_a_run_draws_by_generate(run: Path):
     for overrides, message in (
         (common, "prompt is required"),
         ([*common[1:], "prompt=x"], "run_name and output_dir, or pretrained_model_name_or_path, is required"),
-        ([*common, "run_name=q", "prompt=x"], "is no pipeline yet: has the run 'q' ended"),
+        ([*common, "run_name=q", "prompt=x"], "is no whole pipeline yet: has the run 'q' ended"),
     ):
         with pytest.raises((ValueError, FileNotFoundError), match=message):
             generate.generate(load_config(base, overrides))
@@ -152,6 +152,8 @@ def test_an_audit_names_what_made_a_step(run: Path, capsys):
 
 def test_a_checkpoint_is_exported_on_request(run: Path, tmp_path: Path, capsys):
     shutil.copytree(run, tmp_path / "r")
+    unfinished = tmp_path / "r" / "checkpoints" / "6.orbax-checkpoint-tmp"  # a save of a run that is training now
+    unfinished.mkdir()
     arguments = [str(ROOT / "configs" / "base.yml"), "run_name=r", f"output_dir={tmp_path}", "skip_jax_distributed_system=true"]
     weights = lambda: dict(flatten(Pipeline.load(tmp_path / "r" / "pipeline").unet.params))["conv_out", "kernel"]
     last = weights()
@@ -161,12 +163,15 @@ def test_a_checkpoint_is_exported_on_request(run: Path, tmp_path: Path, capsys):
     assert np.array_equal(weights(), last)
     assert export.main([*arguments, "step=3"]) == 2
     assert "has no checkpoint of step 3 (there are: 2, 4)" in capsys.readouterr().err
+    assert unfinished.is_dir()
 
 
 def test_a_finished_run_is_not_trained_again(run: Path, tmp_path: Path, capsys):
     shutil.copytree(run, tmp_path / "r")
     (tmp_path / "r" / "pipeline" / "unet" / "diffusion_pytorch_model.safetensors").unlink()  # as if stopped before it
     config = load_config(run / "config.yml", [f"output_dir={tmp_path}"])
+    with pytest.raises(FileNotFoundError, match="is no whole pipeline yet: has the run 'r' ended"):
+        generate.generate(load_config(run / "config.yml", [f"output_dir={tmp_path}", "prompt=x"]))
     assert int(train(config).step) == 4
     assert "nothing is left to train: the run has made 4 of 4 steps" in capsys.readouterr().out
     assert (tmp_path / "r" / "pipeline" / "unet" / "diffusion_pytorch_model.safetensors").is_file()

@@ -17,8 +17,10 @@ TENSOR_CORE_FLOPS = {
     "TPU7x": 2307e12 / 2,
 }
 
-# Dense bfloat16 FLOP/s with float32 accumulation of a whole GPU, by CUDA's name of it. NVIDIA's data sheets print twice as
-# much where they say "with sparsity". Whole names: a MIG slice carries the card's name and more, and does less.
+# Dense bfloat16 FLOP/s with float32 accumulation of a whole GPU, by CUDA's name of it. Noted from the pages named, which
+# were not opened again when this was written: of all these, only the H100 SXM's has been worked with. NVIDIA's data
+# sheets print twice as much where they say "with sparsity". Whole names: a MIG slice carries the card's name and more, and
+# does less.
 GPU_FLOPS = {
     # https://www.nvidia.com/en-us/data-center/gb200-nvl72 (per GPU), .../hgx
     "NVIDIA GB200": 2500e12,

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,9 @@ from maxdiff.checkpoint import Checkpoints
 from maxdiff.config import Config, load_config
 from maxdiff.data.pipeline import TOKEN_NAMES, BatchPlan, Tokenizer
 from maxdiff.data.sources import Source, open_source
+from maxdiff.draw import Draw, DrawConfig, draw_function
 from maxdiff.gradients import BATCH_AXES, gradient_function
-from maxdiff.models.network import Params, unflatten
+from maxdiff.models.network import Network, Params, unflatten
 from maxdiff.optim import Schedule, learning_rate_schedule, make_optimizer
 from maxdiff.processes import say
 from maxdiff.profiler import Profiler
@@ -34,6 +35,12 @@ def require(config: Config, *keys: str) -> None:
     for key in keys:
         if not next(getattr(section, key) for section in sections if hasattr(section, key)):
             raise ValueError(f"{key} is required")
+
+
+def use_cache(config: Config) -> None:
+    """Have programs compiled once and for all, in jax_cache_dir if there is one."""
+    if config.run.jax_cache_dir:
+        jax.config.update("jax_compilation_cache_dir", config.run.jax_cache_dir)
 
 
 def mesh_of(config: Config) -> Mesh:
@@ -189,7 +196,7 @@ def begin(config: Config, task: Task, optimizer: optax.GradientTransformationExt
     if config.run.resume_from:
         folder, step = find_checkpoint(config.run.resume_from)
         say(f"beginning with step {step} in {folder}")
-        with Checkpoints(folder) as others:
+        with Checkpoints(folder, read_only=True) as others:
             return others.restore(step, abstract)
     make = functools.partial(make_state, optimizer=optimizer, use_ema=config.optimizer.use_ema)
     return jax.jit(make, donate_argnums=0, out_shardings=state_shardings(abstract))(task.initial())
@@ -207,7 +214,7 @@ def find_checkpoint(path: str) -> tuple[Path, int]:
     folder = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
     steps = []
     if folder.is_dir():
-        with Checkpoints(folder) as checkpoints:
+        with Checkpoints(folder, read_only=True) as checkpoints:
             steps = checkpoints.steps()
     if not steps:
         raise FileNotFoundError(f"resume_from={path} has no checkpoint (allowed: a run's folder, or one of its checkpoints)")
@@ -232,6 +239,15 @@ def make_step(config: Config, layout: Layout, task: Task, optimizer: optax.Gradi
 def trained_specs(layout: Layout, task: Task) -> Params:
     """The PartitionSpec of every trained parameter."""
     return {name: unflatten(layout.specs(task.networks[name]).items()) for name in task.trained}
+
+
+def make_draw(config: Config, networks: Mapping[str, Network], scheduler: Mapping[str, Any]) -> Draw:
+    """draw(weights, key, request), with what the configuration says of drawing; raises as `draw_function`."""
+    sampling, side = config.sampling, config.data.resolution
+    if sampling.timestep_spacing:
+        scheduler = {**scheduler, "timestep_spacing": sampling.timestep_spacing}
+    settings = DrawConfig(side, side, sampling.num_inference_steps, sampling.guidance_scale)
+    return draw_function(networks, scheduler, settings)
 
 
 def make_profiler(config: Config, first: int) -> Profiler:

@@ -28,11 +28,14 @@ class Checkpoints:
         folder: created if need be. One run at a time.
         keep_last: how many of the newest to keep; None keeps all.
         keep_every: also keep those whose step is a multiple of this.
+        read_only: leave unfinished saves alone: they may be those of a run that is training now.
 
     Every process calls every method.
     """
 
-    def __init__(self, folder: str | Path, *, keep_last: int | None = None, keep_every: int | None = None):
+    def __init__(
+        self, folder: str | Path, *, keep_last: int | None = None, keep_every: int | None = None, read_only: bool = False
+    ):
         self.folder = Path(folder)
         policies = ocp.training.preservation_policies
         keep: list[Any] = [policies.LatestN(keep_last)]
@@ -41,7 +44,7 @@ class Checkpoints:
         self._checkpointer = ocp.training.Checkpointer(
             str(self.folder.resolve()),
             preservation_policy=cast(Any, policies.AnyPreservationPolicy(keep)),
-            cleanup_tmp_directories=True,  # of saves that were interrupted
+            cleanup_tmp_directories=not read_only,  # of saves that were interrupted
         )
         self._saving: Any = None
 

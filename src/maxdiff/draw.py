@@ -17,6 +17,7 @@ from maxdiff.conditioning import encode_text, size_conditioning
 from maxdiff.diffusion.objective import Purpose, purpose_keys
 from maxdiff.diffusion.sampler import ddim, guided, sampler_config, timesteps
 from maxdiff.diffusion.schedule import noise_schedule
+from maxdiff.losses import to_uint8
 from maxdiff.models.network import Network, Params
 from maxdiff.pipeline import Pipeline
 
@@ -75,7 +76,7 @@ def draw_function(networks: Mapping[str, Network], scheduler: Mapping[str, Any],
         noise = initial_latents(key, request["index"], latent)
         latents = ddim(denoise, noise, schedule, sampler, config.num_inference_steps)
         images = vae.apply(weights["vae"], latents / vae.config.scaling_factor, method="decode").astype(jnp.float32)
-        return jnp.round(jnp.clip(images / 2 + 0.5, 0, 1) * 255).astype(jnp.uint8)
+        return to_uint8(images)
 
     return draw
 

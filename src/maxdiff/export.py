@@ -35,7 +35,7 @@ def export_step(config: Config, step: int | None) -> None:
         FileNotFoundError, ValueError: if there is no such checkpoint, or it is damaged.
     """
     layout = Layout(build.mesh_of(config), config.mesh.logical_axis_rules, config.mesh.max_replicated_mib)
-    with Checkpoints(config.run.folder / "checkpoints") as checkpoints:
+    with Checkpoints(config.run.folder / "checkpoints", read_only=True) as checkpoints:
         steps = checkpoints.steps()
         if not steps:
             raise FileNotFoundError(f"{checkpoints.folder} has no checkpoint yet")

@@ -13,9 +13,9 @@ import numpy as np
 
 from maxdiff import build, command
 from maxdiff.config import Config
-from maxdiff.draw import DrawConfig, draw_function, requests
+from maxdiff.draw import requests
 from maxdiff.images import write_png
-from maxdiff.pipeline import Pipeline
+from maxdiff.pipeline import WEIGHTS, Pipeline
 from maxdiff.sharding import Layout
 from maxdiff.task import make_compute
 
@@ -32,15 +32,15 @@ def generate(config: Config) -> Path:
         ValueError, OSError: for what is wrong with the configuration, before anything is drawn.
     """
     build.require(config, "prompt")
-    sampling, side, seed = config.sampling, config.data.resolution, config.run.seed
+    sampling, seed = config.sampling, config.run.seed
     of_run = bool(config.run.run_name)
     source = config.run.folder / "pipeline" if of_run else config.model.pretrained_model_name_or_path
-    if of_run and not (config.run.folder / "pipeline" / "model_index.json").is_file():
-        raise FileNotFoundError(f"{source} is no pipeline yet: has the run {config.run.run_name!r} ended?")
+    # The frozen parts lie there from the start of training, the UNet's weights since the first export.
+    if of_run and not (config.run.folder / "pipeline" / "unet" / f"{WEIGHTS['unet']}.safetensors").is_file():
+        raise FileNotFoundError(f"{source} is no whole pipeline yet: has the run {config.run.run_name!r} ended?")
     if not source:
         raise ValueError("run_name and output_dir, or pretrained_model_name_or_path, is required")
-    if config.run.jax_cache_dir:
-        jax.config.update("jax_compilation_cache_dir", config.run.jax_cache_dir)
+    build.use_cache(config)
     layout = Layout(build.mesh_of(config), config.mesh.logical_axis_rules)
     pipeline = Pipeline.load(
         source,
@@ -49,9 +49,8 @@ def generate(config: Config) -> Path:
         dtype=jnp.dtype(config.model.weights_dtype),
         compute=make_compute(config, layout),
     )
-    scheduler = {**pipeline.scheduler, **({"timestep_spacing": sampling.timestep_spacing} if sampling.timestep_spacing else {})}
     networks = {name: part.network for name, part in pipeline.networks()}
-    draw = draw_function(networks, scheduler, DrawConfig(side, side, sampling.num_inference_steps, sampling.guidance_scale))
+    draw = build.make_draw(config, networks, pipeline.scheduler)
     request = requests(pipeline, [sampling.prompt], [sampling.negative_prompt] if sampling.negative_prompt else None)
     weights = {name: part.params for name, part in pipeline.networks()}
     image = np.asarray(jax.jit(draw)(weights, jax.random.key(seed), request))[0]

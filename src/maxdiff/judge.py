@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from maxdiff.build import batch_part, batch_sharding, batch_shards, open_examples, place, trained_specs
+from maxdiff.build import batch_part, batch_sharding, batch_shards, make_draw, open_examples, place, trained_specs
 from maxdiff.config import Config
 from maxdiff.data.pipeline import Batch, BatchPlan, load_batch
 from maxdiff.data.sources import Source
-from maxdiff.draw import DrawConfig, draw_function, requests
+from maxdiff.draw import requests
 from maxdiff.gradients import Measures, outputs_function, sums_function
 from maxdiff.images import grid, write_png
 from maxdiff.losses import from_uint8, latent_moments, reconstruct, to_uint8
@@ -124,16 +124,14 @@ def latent_scale(config: Config, layout: Layout, task: Task, weights: Params, so
 
 def _drawings(config: Config, layout: Layout, task: Task, key: jax.Array) -> Draw:
     """The validation prompts, each always from the same noise."""
-    sampling, side = config.sampling, config.data.resolution
+    sampling = config.sampling
     prompts = list(sampling.validation_prompts)
     # Filled up, so that every device draws as many.
     wanted = len(prompts) + -len(prompts) % batch_shards(layout.mesh)
     filled = prompts + prompts[-1:] * (wanted - len(prompts))
     negative = [sampling.negative_prompt] * wanted if sampling.negative_prompt else None
     request = requests(task.pipeline({name: {} for name in task.trained}), filled, negative)
-    scheduler = {**task.scheduler, **({"timestep_spacing": sampling.timestep_spacing} if sampling.timestep_spacing else {})}
-    settings = DrawConfig(side, side, sampling.num_inference_steps, sampling.guidance_scale)
-    draw = draw_function(task.networks, scheduler, settings)
+    draw = make_draw(config, task.networks, task.scheduler)
     outputs = _outputs(lambda p, c, b: draw({**c["frozen"], **p}, c["key"], b), layout, task)
     split = batch_sharding(layout.mesh)
     placed = {name: jax.make_array_from_callback(x.shape, split, lambda at, x=x: x[at]) for name, x in request.items()}

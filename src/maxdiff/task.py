@@ -47,7 +47,8 @@ class Task:
         constants: what losses and measures get besides the trained weights, whole on every device: `frozen` weights,
             and the tokens of the empty caption.
         tokenizers: one or, for SDXL, two; none for an autoencoder.
-        losses, held_out_losses, measures: of each example of a batch; what is held out drops no captions.
+        losses: of each example of a batch, which training lessens.
+        measures: of each held-out example, alike whatever training does to its examples.
         flops: floating-point operations of training on one example.
         scheduler: diffusers' scheduler_config.json, which the noise schedule was made from.
         index: the model_index.json of the pipeline that it began with.
@@ -132,7 +133,6 @@ def make_task(config: Config, layout: Layout, stored: Path | None) -> Task:
             scheduler["rescale_betas_zero_snr"] = True  # the exported pipeline must sample with it
         schedule = noise_schedule(scheduler)
         losses = diffusion_losses(networks, make_objective(config, schedule), schedule)
-        # What is held out is measured alike whatever training does to its examples.
         plain = diffusion_losses(networks, Objective(config.objective.snr_gamma), schedule)
         measures = lambda *arguments: {"loss": plain(*arguments)}
     empty = {f"empty_ids{name.removeprefix('tokenizer')}": tokenizer("") for name, tokenizer in tokenizers.items()}

@@ -45,8 +45,7 @@ def train(config: Config) -> TrainState:
     """
     build.require(config, "run_name", "output_dir", "train_data_dir")
     folder = config.run.folder
-    if config.run.jax_cache_dir:
-        jax.config.update("jax_compilation_cache_dir", config.run.jax_cache_dir)
+    build.use_cache(config)
 
     # Mesh: which devices, and how examples and parameters are split over them.
     mesh = build.mesh_of(config)
