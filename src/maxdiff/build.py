@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxdiff.checkpoint import Checkpoints
 from maxdiff.config import Config, load_config
-from maxdiff.data.pipeline import TOKEN_NAMES, BatchPlan, Tokenizer
+from maxdiff.data.pipeline import TOKEN_NAMES, BatchPlan, Tokenizer, load_example
 from maxdiff.data.sources import Source, open_source
 from maxdiff.gradients import BATCH_AXES, gradient_function
 from maxdiff.models.network import Params, unflatten
@@ -34,6 +35,18 @@ def require(config: Config, *keys: str) -> None:
     for key in keys:
         if not next(getattr(section, key) for section in sections if hasattr(section, key)):
             raise ValueError(f"{key} is required")
+
+
+def make_folder(config: Config) -> Path:
+    """The run's folder, made if need be; raises ValueError where nothing can be written."""
+    folder = config.run.folder
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(f"{folder} is read-only")
+    except OSError as error:
+        raise ValueError(f"output_dir={config.run.output_dir!r} cannot be written to: {error}") from error
+    return folder
 
 
 def mesh_of(config: Config) -> Mesh:
@@ -83,9 +96,18 @@ def settle_batch(config: Config, mesh: Mesh) -> tuple[Config, int]:
     return dataclasses.replace(config, batch=dataclasses.replace(batch, global_batch_size=global_batch)), accumulation
 
 
-def open_examples(config: Config, path: str) -> Source:
-    """The images at `path`; raises as `open_source`."""
-    return open_source(path, config.data.caption_column, config.data.dataset_save_location or None)
+def open_examples(config: Config, key: str) -> Source:
+    """The images that `key` names, train_data_dir or eval_data_dir; one of them has been decoded.
+
+    Raises:
+        ValueError: naming the key, for whatever `open_source` refuses, and for a source whose first examples are all bad.
+    """
+    try:
+        source = open_source(getattr(config.data, key), config.data.caption_column, config.data.dataset_save_location or None)
+        load_example(source, make_plan(config), position=0, index=0)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{key}: {error}") from error
+    return source
 
 
 def make_plan(config: Config) -> BatchPlan:

@@ -45,7 +45,7 @@ def train(config: Config) -> TrainState:
         ValueError, OSError: for what is wrong with the configuration, before any training.
     """
     build.require(config, "run_name", "output_dir", "train_data_dir")
-    folder = config.run.folder
+    folder = build.make_folder(config)
     if config.run.jax_cache_dir:
         jax.config.update("jax_compilation_cache_dir", config.run.jax_cache_dir)
 
@@ -55,13 +55,15 @@ def train(config: Config) -> TrainState:
     config, accumulation = build.settle_batch(config, mesh)
     global_batch = config.batch.global_batch_size
     writes = jax.process_index() == 0  # the first of several processes does
-    source = build.open_examples(config, config.data.train_data_dir)
+    source = build.open_examples(config, "train_data_dir")
 
     # Task: the networks, and the weights of those that are not trained. A run that goes on has them in pipeline/.
     goes_on = has_checkpoints(folder / "checkpoints")
     task = make_task(config, layout, folder / "pipeline" if goes_on else None)
     for name in task.trained:
         say("\n".join([f"{name}:", *layout.describe(task.networks[name])]))
+    key = jax.device_put(jax.random.key(config.run.seed), NamedSharding(mesh, PartitionSpec()))
+    judge = make_judge(config, layout, task, key)
 
     with Checkpoints(folder / "checkpoints", keep_last=config.output.checkpoints_to_keep) as checkpoints:
         # State: trained parameters, their average and moments, where the mesh has them.
@@ -81,7 +83,6 @@ def train(config: Config) -> TrainState:
         made = batches(source, tokenizers, plan, start_step=first, workers=config.data.data_workers,
                        max_bad_fraction=config.data.max_bad_fraction)  # fmt: skip
 
-        key = jax.device_put(jax.random.key(config.run.seed), NamedSharding(mesh, PartitionSpec()))
         peak = peak_flops(mesh.devices.flat[0])
         with (
             Metrics(folder if writes else None, global_batch=global_batch, devices=mesh.size, flops=task.flops,
@@ -95,9 +96,8 @@ def train(config: Config) -> TrainState:
                 step = build.make_step(config, layout, task, optimizer, abstract, accumulation)
                 step = step.lower(abstract, task.constants, build.abstract_batch(plan, tokenizers, split), key).compile()
                 say(f"compiled in {time.perf_counter() - started:.1f} s")
-                judge = make_judge(config, layout, task, metrics, key)
                 if first == 0:
-                    judge(0, state)
+                    judge(0, state, metrics)
 
             # Loop: nothing here waits for the device but the log steps.
             profiler = build.make_profiler(config, first)
@@ -112,7 +112,7 @@ def train(config: Config) -> TrainState:
                     waited = inputs.seconds_waited
                 if judged:
                     with metrics.untimed():
-                        judge(number, state)
+                        judge(number, state, metrics)
                 if number == last or due(number, global_batch, config.output.checkpoint_every):
                     checkpoints.save(number, state)
             profiler.close()
