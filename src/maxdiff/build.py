@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxdiff.checkpoint import Checkpoints
 from maxdiff.config import Config, load_config
-from maxdiff.data.pipeline import TOKEN_NAMES, BatchPlan, Tokenizer, load_example
+from maxdiff.data.pipeline import TOKEN_NAMES, BatchPlan, Tokenizer, batches, load_example
 from maxdiff.data.sources import Source, open_source
 from maxdiff.gradients import BATCH_AXES, gradient_function
 from maxdiff.models.network import Params, unflatten
@@ -54,6 +54,11 @@ def mesh_of(config: Config) -> Mesh:
     section = config.mesh
     return make_mesh(section.mesh_axes, section.sizes("ici"), section.sizes("dcn"),
                      allow_split_physical_axes=section.allow_split_physical_axes)  # fmt: skip
+
+
+def layout_of(config: Config) -> Layout:
+    """What the configuration's rules make of its mesh; raises ValueError as `make_mesh` and `Layout`."""
+    return Layout(mesh_of(config), config.mesh.logical_axis_rules, config.mesh.max_replicated_mib)
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
@@ -115,6 +120,14 @@ def make_plan(config: Config) -> BatchPlan:
     data = config.data
     return BatchPlan(config.run.seed, config.batch.global_batch_size, data.resolution, data.center_crop, data.random_flip,
                      jax.process_index(), jax.process_count())  # fmt: skip
+
+
+def make_batches(
+    config: Config, source: Source, tokenizers: Sequence[Tokenizer], plan: BatchPlan, first: int = 0
+) -> Iterator[dict[str, np.ndarray]]:
+    """Endless batches, of a start that goes on from step `first`; raises as `batches`."""
+    return batches(source, tokenizers, plan, start_step=first, workers=config.data.data_workers,
+                   max_bad_fraction=config.data.max_bad_fraction)  # fmt: skip
 
 
 def make_rates(config: Config, task: Task) -> dict[str, Schedule]:

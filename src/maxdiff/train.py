@@ -17,7 +17,7 @@ from maxdiff import build, command
 from maxdiff.accelerators import peak_flops
 from maxdiff.checkpoint import Checkpoints, has_checkpoints
 from maxdiff.config import Config, write_config
-from maxdiff.data.pipeline import batches, prefetch
+from maxdiff.data.pipeline import prefetch
 from maxdiff.data.sources import Source
 from maxdiff.judge import exported, latent_scale, make_judge
 from maxdiff.metrics import Metrics
@@ -50,8 +50,8 @@ def train(config: Config) -> TrainState:
         jax.config.update("jax_compilation_cache_dir", config.run.jax_cache_dir)
 
     # Mesh: which devices, and how examples and parameters are split over them.
-    mesh = build.mesh_of(config)
-    layout = Layout(mesh, config.mesh.logical_axis_rules, config.mesh.max_replicated_mib)
+    layout = build.layout_of(config)
+    mesh = layout.mesh
     config, accumulation = build.settle_batch(config, mesh)
     global_batch = config.batch.global_batch_size
     writes = jax.process_index() == 0  # the first of several processes does
@@ -80,8 +80,7 @@ def train(config: Config) -> TrainState:
         # Data: from this step on, whatever came before.
         plan, tokenizers = build.make_plan(config), list(task.tokenizers.values())
         split = build.batch_sharding(mesh)
-        made = batches(source, tokenizers, plan, start_step=first, workers=config.data.data_workers,
-                       max_bad_fraction=config.data.max_bad_fraction)  # fmt: skip
+        made = build.make_batches(config, source, tokenizers, plan, first)
 
         peak = peak_flops(mesh.devices.flat[0])
         with (
