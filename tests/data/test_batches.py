@@ -142,8 +142,8 @@ def test_wrong_arguments_are_told_at_once(tars: str):
     ]:
         with pytest.raises(ValueError, match=message):
             batches(source, TOKENIZERS, plan, **options)
-    with pytest.raises(ValueError, match="0 tokenizers"):
-        batches(source, [], PLAN)
+    with pytest.raises(ValueError, match="3 tokenizers"):
+        batches(source, TOKENIZERS[:1] * 3, PLAN)
 
 
 # --- worker processes --------------------------------------------------------------------------------
