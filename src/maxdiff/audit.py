@@ -40,7 +40,7 @@ def audit(config: Config, step: int) -> Iterator[str]:
     Raises:
         ValueError, OSError: if the run's data are not where they were.
     """
-    source, made = build.open_examples(config, config.data.train_data_dir), step - 1
+    source, made = build.open_examples(config, "train_data_dir"), step - 1
     plan = build.make_plan(config)
     rows = np.arange(plan.global_batch)
     positions = batch_positions(made, plan.global_batch)

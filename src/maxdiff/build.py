@@ -3,7 +3,8 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxdiff.checkpoint import Checkpoints
 from maxdiff.config import Config, load_config
-from maxdiff.data.pipeline import TOKEN_NAMES, BatchPlan, Tokenizer
+from maxdiff.data.pipeline import TOKEN_NAMES, BatchPlan, Tokenizer, batches, load_example
 from maxdiff.data.sources import Source, open_source
 from maxdiff.draw import Draw, DrawConfig, draw_function
 from maxdiff.gradients import BATCH_AXES, gradient_function
@@ -43,11 +44,28 @@ def use_cache(config: Config) -> None:
         jax.config.update("jax_compilation_cache_dir", config.run.jax_cache_dir)
 
 
+def make_folder(config: Config) -> Path:
+    """The run's folder, made if need be; raises ValueError where nothing can be written."""
+    folder = config.run.folder
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(f"{folder} is read-only")
+    except OSError as error:
+        raise ValueError(f"output_dir={config.run.output_dir!r} cannot be written to: {error}") from error
+    return folder
+
+
 def mesh_of(config: Config) -> Mesh:
     """The devices, in the shape that the configuration asks for; raises ValueError as `make_mesh`."""
     section = config.mesh
     return make_mesh(section.mesh_axes, section.sizes("ici"), section.sizes("dcn"),
                      allow_split_physical_axes=section.allow_split_physical_axes)  # fmt: skip
+
+
+def layout_of(config: Config) -> Layout:
+    """What the configuration's rules make of its mesh; raises ValueError as `make_mesh` and `Layout`."""
+    return Layout(mesh_of(config), config.mesh.logical_axis_rules, config.mesh.max_replicated_mib)
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
@@ -108,9 +126,18 @@ def settle_batch(config: Config, mesh: Mesh) -> tuple[Config, int]:
     return dataclasses.replace(config, batch=dataclasses.replace(batch, global_batch_size=global_batch)), accumulation
 
 
-def open_examples(config: Config, path: str) -> Source:
-    """The images at `path`; raises as `open_source`."""
-    return open_source(path, config.data.caption_column, config.data.dataset_save_location or None)
+def open_examples(config: Config, key: str) -> Source:
+    """The images that `key` names, train_data_dir or eval_data_dir; one of them has been decoded.
+
+    Raises:
+        ValueError: naming the key, for whatever `open_source` refuses, and for a source whose first examples are all bad.
+    """
+    try:
+        source = open_source(getattr(config.data, key), config.data.caption_column, config.data.dataset_save_location or None)
+        load_example(source, make_plan(config), position=0, index=0)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{key}: {error}") from error
+    return source
 
 
 def make_plan(config: Config, part: tuple[int, int] = (0, 1)) -> BatchPlan:
@@ -124,6 +151,14 @@ def run_key(config: Config, mesh: Mesh) -> jax.Array:
     """The key of all of the run's randomness, whole on every device."""
     # Made there: a key cannot be sent to the devices of other processes.
     return jax.jit(jax.random.key, static_argnums=0, out_shardings=NamedSharding(mesh, PartitionSpec()))(config.run.seed)
+
+
+def make_batches(
+    config: Config, source: Source, tokenizers: Sequence[Tokenizer], plan: BatchPlan, first: int = 0
+) -> Iterator[dict[str, np.ndarray]]:
+    """Endless batches, of a start that goes on from step `first`; raises as `batches`."""
+    return batches(source, tokenizers, plan, start_step=first, workers=config.data.data_workers,
+                   max_bad_fraction=config.data.max_bad_fraction)  # fmt: skip
 
 
 def make_rates(config: Config, task: Task) -> dict[str, Schedule]:

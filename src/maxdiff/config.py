@@ -176,6 +176,11 @@ class Optimizer:
         _between(self, "learning_rate", 0, math.inf)
         _between(self, "text_encoder_learning_rate", 0, math.inf)
         _between(self, "warmup_steps_fraction", 0, 1)
+        for key in ("adam_eps", "adam_weight_decay", "ema_start_step"):
+            _between(self, key, 0, math.inf)
+        for key in ("adam_b1", "adam_b2", "ema_decay"):
+            if not 0 <= getattr(self, key) < 1:
+                raise ValueError(f"{key}={getattr(self, key)!r} is out of range (allowed: 0 or more, and below 1)")
 
 
 @dataclasses.dataclass(frozen=True)

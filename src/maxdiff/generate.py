@@ -16,7 +16,6 @@ from maxdiff.config import Config
 from maxdiff.draw import requests
 from maxdiff.images import write_png
 from maxdiff.pipeline import WEIGHTS, Pipeline
-from maxdiff.sharding import Layout
 from maxdiff.task import make_compute
 
 
@@ -41,7 +40,7 @@ def generate(config: Config) -> Path:
     if not source:
         raise ValueError("run_name and output_dir, or pretrained_model_name_or_path, is required")
     build.use_cache(config)
-    layout = Layout(build.mesh_of(config), config.mesh.logical_axis_rules)
+    layout = build.layout_of(config)
     pipeline = Pipeline.load(
         source,
         sources=config.model.sources if not of_run else None,

@@ -28,13 +28,13 @@ HELD_OUT = 2**32 - 1
 # How many images an autoencoder shows, above what it makes of them.
 SHOWN = 8
 
-Judge = Callable[[int, TrainState], None]
+Judge = Callable[[int, TrainState, Metrics], None]
 # weights -> images uint8 [n h w 3] for a grid of so many columns
 Draw = Callable[[Params], tuple[np.ndarray, int | None]]
 
 
-def make_judge(config: Config, layout: Layout, task: Task, metrics: Metrics, key: jax.Array) -> Judge:
-    """judge(step, state): measure, log and draw, with the average weights if there are any.
+def make_judge(config: Config, layout: Layout, task: Task, key: jax.Array) -> Judge:
+    """judge(step, state, metrics): measure, log and draw, with the average weights if there are any.
 
     Args:
         key: the run's, whole on every device.
@@ -44,14 +44,14 @@ def make_judge(config: Config, layout: Layout, task: Task, metrics: Metrics, key
     """
     examples: list[Batch] = []
     if config.data.eval_data_dir:
-        examples = held_out_batches(config, layout, task, open_examples(config, config.data.eval_data_dir))
+        examples = held_out_batches(config, layout, task, open_examples(config, "eval_data_dir"))
     if config.model.train_vae:
         draw = _reconstructions(layout, task, examples) if examples else None
     else:
         draw = _drawings(config, layout, task, key) if config.sampling.validation_prompts else None
     sums = sums_of(task.measures, layout, task)
 
-    def judge(step: int, state: TrainState) -> None:
+    def judge(step: int, state: TrainState, metrics: Metrics) -> None:
         weights = exported(layout, task, state)
         if examples:
             metrics.log_held_out(step, mean_of(sums, weights, task, examples, layout, key))

@@ -114,8 +114,8 @@ class Pipeline:
                                prediction_type=prediction_type)  # fmt: skip
         # All that is small first: a mistake is reported before gigabytes are read.
         networks = origins.networks(origins.names(), compute)
-        check_fit(networks)
         tokenizers: dict[str, Any] = {part: origins.tokenizer(part) for part in TOKENIZERS[: len(networks) - 2]}
+        check_fit(networks, tokenizers)
         scheduler = origins.scheduler()
         origins.check(networks)
         loaded = origins.load(networks, dtype=dtype, placement=placement, seed=seed)
@@ -195,7 +195,7 @@ class Pipeline:
         return index
 
 
-def check_fit(networks: Mapping[str, Network]) -> None:
+def check_fit(networks: Mapping[str, Network], tokenizers: Mapping[str, CLIPTokenizer]) -> None:
     """Raise ValueError where two parts of a pipeline are not made for each other."""
     configs: dict[str, Any] = {part: network.config for part, network in networks.items()}
     unet, vae = configs["unet"], configs["vae"]
@@ -207,6 +207,15 @@ def check_fit(networks: Mapping[str, Network]) -> None:
         raise ValueError(
             f"the unet's out_channels={unet.out_channels} don't fit the vae's latent_channels={vae.latent_channels}"
         )
+    for name, tokenizer in tokenizers.items():
+        part = name.replace("tokenizer", "text_encoder")
+        # No device complains of an id without a row.
+        if (ids := max(tokenizer.vocab.values()) + 1) > configs[part].vocab_size:
+            raise ValueError(f"the {name} has ids up to {ids - 1}, but the {part} a vocab_size={configs[part].vocab_size}")
+        if tokenizer.max_length > (positions := configs[part].max_position_embeddings):
+            raise ValueError(
+                f"the {name} makes {tokenizer.max_length} tokens, but the {part} has max_position_embeddings={positions}"
+            )
 
 
 def save_part(folder: str | Path, name: str, part: Part, *, dtype: Any = None) -> None:

@@ -71,26 +71,30 @@ def make_mesh(
         allow_split_physical_axes: as in jax.experimental.mesh_utils.
 
     Raises:
-        ValueError: if the sizes don't multiply to the devices there are.
+        ValueError: if the sizes don't multiply to the devices there are, or don't fit how a TPU's lie.
     """
     devices = list(jax.devices() if devices is None else devices)
     slices = len({getattr(device, "slice_index", 0) for device in devices})
     across = _sizes(axes, dcn, slices, "dcn", f"{slices} slices")
     within = _sizes(axes, ici, len(devices) // slices, "ici", f"{len(devices) // slices} devices in a slice")
-    if slices > 1:
-        grid = mesh_utils.create_hybrid_device_mesh(
-            within, across, devices, allow_split_physical_axes=allow_split_physical_axes
-        )
-    elif devices[0].platform == "tpu":
-        grid = mesh_utils.create_device_mesh(within, devices, allow_split_physical_axes=allow_split_physical_axes)
-    else:
-        grid = np.array(devices).reshape(within)
+    physical = {"devices": devices, "allow_split_physical_axes": allow_split_physical_axes}
+    try:
+        if slices > 1:
+            grid = mesh_utils.create_hybrid_device_mesh(within, across, **physical)
+        elif devices[0].platform == "tpu":
+            grid = mesh_utils.create_device_mesh(within, **physical)
+        else:
+            grid = np.array(devices).reshape(within)
+    except NotImplementedError as error:
+        shown = _shown(axes, ici, "ici")
+        raise ValueError(f"{shown} do not fit the TPU's physical axes ({error}); allowed with "
+                         "allow_split_physical_axes=true") from None  # fmt: skip
     return Mesh(grid, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
 
 def _sizes(axes: Sequence[str], given: Mapping[str, int], total: int, kind: str, have: str) -> tuple[int, ...]:
     sizes = [given.get(axis, 1) for axis in axes]
-    shown = ", ".join(f"{kind}_{axis}_parallelism={size}" for axis, size in zip(axes, sizes, strict=True))
+    shown = _shown(axes, given, kind)
     if any(size == 0 or size < -1 for size in sizes) or sizes.count(-1) > 1:
         raise ValueError(f"{shown}: sizes must be positive, and one of them may be -1")
     known = math.prod(size for size in sizes if size != -1)
@@ -99,6 +103,10 @@ def _sizes(axes: Sequence[str], given: Mapping[str, int], total: int, kind: str,
     if math.prod(sizes) != total:
         raise ValueError(f"{shown}: the product must be the number of {have}")
     return tuple(sizes)
+
+
+def _shown(axes: Sequence[str], given: Mapping[str, int], kind: str) -> str:
+    return ", ".join(f"{kind}_{axis}_parallelism={given.get(axis, 1)}" for axis in axes)
 
 
 def check_rules(rules: Rules, mesh: Mesh) -> None:

@@ -113,10 +113,11 @@ def make_task(config: Config, layout: Layout, stored: Path | None) -> Task:
     names = ["vae"] if model.train_vae else origins.names()
     trained = tuple(name for name in names if _is_trained(model, name))
     networks = origins.networks(names, make_compute(config, layout))
-    if not model.train_vae:
-        check_fit(networks)
-    check_resolution(config, networks["vae"])
     tokenizers = {} if model.train_vae else {part: origins.tokenizer(part) for part in TOKENIZERS[: len(networks) - 2]}
+    if not model.train_vae:
+        check_fit(networks, tokenizers)
+        check_trainable(networks)
+    check_resolution(config, networks["vae"])
     # The configuration of a trained network is stored at the start, its weights at the end.
     origins.check({name: network for name, network in networks.items() if stored is None or name not in trained})
 
@@ -177,6 +178,16 @@ def make_objective(config: Config, schedule: NoiseSchedule) -> Objective:
     bias = {"multiplier": 1.0, "begin": 0, "end": schedule.num_timesteps, "portion": 0.25, **section.timestep_bias}
     return Objective(section.snr_gamma, section.noise_offset, section.input_perturbation, section.caption_dropout,
                      timestep_probabilities(schedule.num_timesteps, **bias))  # fmt: skip
+
+
+def check_trainable(networks: dict[str, Network]) -> None:
+    """Raise ValueError for a model that denoises more than latents."""
+    channels, latent = networks["unet"].config.in_channels, networks["vae"].config.latent_channels
+    if channels != latent:
+        raise ValueError(
+            f"the unet's in_channels={channels} are those of a model that draws into an image (inpainting, editing), "
+            f"which cannot be trained; allowed: the vae's latent_channels={latent}"
+        )
 
 
 def check_resolution(config: Config, vae: Network) -> None:

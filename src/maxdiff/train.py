@@ -16,7 +16,7 @@ from maxdiff import build, command
 from maxdiff.accelerators import peak_flops
 from maxdiff.checkpoint import Checkpoints, has_checkpoints
 from maxdiff.config import Config, write_config
-from maxdiff.data.pipeline import batches, prefetch
+from maxdiff.data.pipeline import prefetch
 from maxdiff.data.sources import Source
 from maxdiff.judge import exported, latent_scale, make_judge
 from maxdiff.metrics import Metrics
@@ -44,22 +44,24 @@ def train(config: Config) -> TrainState:
         ValueError, OSError: for what is wrong with the configuration, before any training.
     """
     build.require(config, "run_name", "output_dir", "train_data_dir")
-    folder = config.run.folder
+    folder = build.make_folder(config)
     build.use_cache(config)
 
     # Mesh: which devices, and how examples and parameters are split over them.
-    mesh = build.mesh_of(config)
-    layout = Layout(mesh, config.mesh.logical_axis_rules, config.mesh.max_replicated_mib)
+    layout = build.layout_of(config)
+    mesh = layout.mesh
     config, accumulation = build.settle_batch(config, mesh)
     global_batch = config.batch.global_batch_size
     writes = jax.process_index() == 0  # the first of several processes does
-    source = build.open_examples(config, config.data.train_data_dir)
+    source = build.open_examples(config, "train_data_dir")
 
     # Task: the networks, and the weights of those that are not trained. A run that goes on has them in pipeline/.
     goes_on = has_checkpoints(folder / "checkpoints")
     task = make_task(config, layout, folder / "pipeline" if goes_on else None)
     for name in task.trained:
         say("\n".join([f"{name}:", *layout.describe(task.networks[name])]))
+    key = build.run_key(config, mesh)
+    judge = make_judge(config, layout, task, key)
 
     with Checkpoints(folder / "checkpoints", keep_last=config.output.checkpoints_to_keep) as checkpoints:
         # State: trained parameters, their average and moments, where the mesh has them.
@@ -73,7 +75,6 @@ def train(config: Config) -> TrainState:
             if not goes_on:
                 task.save_frozen(folder / "pipeline")
 
-        key = build.run_key(config, mesh)
         if first >= last:
             say(f"nothing is left to train: the run has made {first} of {last} steps")
             export(config, layout, task, state, source, key)
@@ -82,8 +83,7 @@ def train(config: Config) -> TrainState:
         # Data: from this step on, whatever came before.
         plan, tokenizers = build.make_plan(config, build.batch_part(mesh)), list(task.tokenizers.values())
         split = build.batch_sharding(mesh)
-        made = batches(source, tokenizers, plan, start_step=first, workers=config.data.data_workers,
-                       max_bad_fraction=config.data.max_bad_fraction)  # fmt: skip
+        made = build.make_batches(config, source, tokenizers, plan, first)
 
         peak = peak_flops(mesh.devices.flat[0])
         with (
@@ -98,9 +98,8 @@ def train(config: Config) -> TrainState:
                 step = build.make_step(config, layout, task, optimizer, abstract, accumulation)
                 step = step.lower(abstract, task.constants, build.abstract_batch(plan, tokenizers, split), key).compile()
                 say(f"compiled in {time.perf_counter() - started:.1f} s")
-                judge = make_judge(config, layout, task, metrics, key)
                 if first == 0:
-                    judge(0, state)
+                    judge(0, state, metrics)
 
             # Loop: nothing here waits for the device but the log steps.
             profiler = build.make_profiler(config, first)
@@ -115,7 +114,7 @@ def train(config: Config) -> TrainState:
                     waited = inputs.seconds_waited
                 if judged:
                     with metrics.untimed():
-                        judge(number, state)
+                        judge(number, state, metrics)
                 if number == last or due(number, global_batch, config.output.checkpoint_every):
                     checkpoints.save(number, state)
             profiler.close()

@@ -1,6 +1,7 @@
 """From an image file's bytes to the square of pixels that is trained on."""
 
 import io
+import re
 from typing import NamedTuple
 
 import numpy as np
@@ -87,7 +88,9 @@ def make_picture(
     except MemoryError:
         raise
     except Exception as error:  # Pillow raises a dozen types for damaged files
-        raise BadExample(key, f"its image cannot be decoded ({type(error).__name__}: {error})") from None
+        # Pillow names no file but an object in memory.
+        reason = re.sub(r" <_io\.BytesIO object at 0x\w+>", "", str(error))
+        raise BadExample(key, f"its image cannot be decoded ({type(error).__name__}: {reason})") from None
     return Picture(np.ascontiguousarray(square[:, ::-1]) if flip else square, (height, width), (top, left))
 
 

@@ -1,0 +1,349 @@
+"""What the keys of a configuration bring about, through the product's own functions; for test_keys.py."""
+
+import dataclasses
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from maxdiff import build, generate, judge, processes
+from maxdiff.checkpoint import Checkpoints
+from maxdiff.config import Config
+from maxdiff.data.pipeline import load_batch
+from maxdiff.diffusion.objective import drop_caption, noisy_batch
+from maxdiff.diffusion.schedule import noise_schedule
+from maxdiff.metrics import read_metrics
+from maxdiff.models.layers import Linear
+from maxdiff.models.network import Network, flatten
+from maxdiff.task import Task, make_objective, make_task
+from maxdiff.train import train
+from maxdiff.weights.tensors import open_tensors
+
+
+def refusal(action: Callable[[], Any]) -> str:
+    """What a user is told; "" where nothing is wrong."""
+    try:
+        action()
+    except (ValueError, OSError) as error:
+        return str(error)
+    return ""
+
+
+# --- Run ---------------------------------------------------------------------------------------------------------
+
+
+def made_folder(config: Config) -> str:
+    folder = build.make_folder(config)
+    assert folder.is_dir()
+    return str(folder)
+
+
+def joined(config: Config) -> Any:
+    with mock.patch("jax.distributed.initialize") as initialize:
+        told = refusal(lambda: processes.start(config.run))
+    return told, [call.kwargs for call in initialize.call_args_list]
+
+
+def compiled_programs(config: Config) -> Any:
+    """Where jax keeps them, once a run has begun; it fails soon after."""
+    kept = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        assert refusal(lambda: train(config))
+        return jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
+    finally:
+        jax.config.update("jax_compilation_cache_dir", kept)
+
+
+class One(nnx.Module):
+    """[b 16] -> [b 16]."""
+
+    def __init__(self, config: Any, compute: Any):
+        self.linear = Linear(16, 16, compute, ("embed", "mlp"))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.linear(x)
+
+
+def small_task(*names: str) -> Task:
+    network = Network(One, None)
+    losses = lambda params, constants, batch: jnp.square(network.apply(params["unet"], batch["x"]) - 1).mean(1)
+    initial = lambda: {name: jax.tree.map(np.asarray, network.init(0)) for name in names}
+    return Task(dict.fromkeys(names, network), names, initial, {}, {}, losses, lambda *_: {}, 1.0)
+
+
+def begun(config: Config) -> int:
+    layout, task = build.layout_of(config), small_task("unet")
+    optimizer = build.make_adam(config, build.make_rates(config, task))
+    abstract = build.abstract_of(config, layout, task, optimizer)
+    folder = config.run.folder.parent / "another"
+    with Checkpoints(folder / "checkpoints") as others, Checkpoints(config.run.folder / "none") as ours:
+        if not others.steps():
+            alone = dataclasses.replace(config, run=dataclasses.replace(config.run, resume_from=""))
+            fresh = build.begin(alone, task, optimizer, abstract, ours)
+            others.save(3, dataclasses.replace(fresh, step=fresh.step + 3))
+            others.wait()
+        return int(build.begin(config, task, optimizer, abstract, ours).step)
+
+
+# --- Model -------------------------------------------------------------------------------------------------------
+
+
+def numbers(tree: Any) -> list[np.ndarray]:
+    return [np.asarray(leaf, np.float32) for _, leaf in flatten(tree)]
+
+
+def task_of(config: Config) -> Task:
+    return make_task(config, build.layout_of(config), None)
+
+
+def task_refused(config: Config) -> str:
+    return refusal(lambda: task_of(config))
+
+
+def trained(config: Config) -> list[str]:
+    return list(task_of(config).trained)
+
+
+def empty_ids(config: Config) -> Any:
+    constants = task_of(config).constants
+    return [np.asarray(constants[name]) for name in sorted(constants) if name.startswith("empty_ids")]
+
+
+def weights_dtypes(config: Config) -> set[str]:
+    task = task_of(config)
+    return {leaf.dtype.name for leaf in jax.tree.leaves((task.initial(), task.constants["frozen"]))}
+
+
+def weights(part: str) -> Callable[[Config], Any]:
+    def observe(config: Config) -> Any:
+        task = task_of(config)
+        return numbers(task.initial()[part] if part in task.trained else task.constants["frozen"][part])
+
+    return observe
+
+
+def shapes(part: str) -> Callable[[Config], Any]:
+    return lambda config: [spec.shape for spec in task_of(config).networks[part].specs.values()]
+
+
+def computed(config: Config) -> str:
+    """The UNet's program, forward and backward, or why there is none."""
+    network = task_of(config).networks["unet"]
+    inputs = (jnp.zeros((1, 8, 8, 4)), jnp.zeros(1, jnp.int32), jnp.zeros((1, 77, 32)))
+    total = lambda params: network.apply(params, *inputs).astype(jnp.float32).sum()
+    try:
+        program = str(jax.make_jaxpr(jax.grad(total))(network.abstract()))
+        return re.sub("0x[0-9a-f]+", "", program)  # of Python's functions
+    except ValueError as error:
+        return str(error)
+
+
+# --- Data, length and batch --------------------------------------------------------------------------------------
+
+
+def examples(config: Config) -> Any:
+    source = build.open_examples(config, "train_data_dir")
+    return len(source), source[0].caption
+
+
+def index_files(config: Config) -> list[Path]:
+    build.open_examples(config, "train_data_dir")
+    return sorted(config.run.folder.parent.parent.rglob("indexes/*"))
+
+
+def batch(config: Config) -> np.ndarray:
+    made, _ = load_batch(build.open_examples(config, "train_data_dir"), [], build.make_plan(config), 0)
+    return made["image"]
+
+
+def workers(config: Config) -> int:
+    source, plan = build.open_examples(config, "train_data_dir"), build.make_plan(config)
+    with mock.patch("subprocess.Popen", wraps=subprocess.Popen) as started:
+        made: Any = build.make_batches(config, source, [], plan)
+        next(made)
+        made.close()
+    return started.call_count
+
+
+def many_batches(config: Config) -> str:
+    source, plan = build.open_examples(config, "train_data_dir"), build.make_plan(config)
+    made: Any = build.make_batches(config, source, [], plan)
+    told = refusal(lambda: [next(made) for _ in range(20)])
+    made.close()
+    return told
+
+
+def held_out(config: Config) -> float:
+    layout, source = build.layout_of(config), build.open_examples(config, "train_data_dir")
+    config, _ = build.settle_batch(config, layout.mesh)
+    batches = judge.held_out_batches(config, layout, small_task("unet"), source)
+    return sum(float(batch["counted"].sum()) for batch in batches)
+
+
+def settled(config: Config) -> Any:
+    mesh = build.mesh_of(config)
+    config, accumulation = build.settle_batch(config, mesh)
+    return accumulation, build.abstract_batch(build.make_plan(config), [], build.batch_sharding(mesh))["image"].shape
+
+
+# --- Optimizer ---------------------------------------------------------------------------------------------------
+
+
+def updates(config: Config) -> Any:
+    """What the first updates do to a kernel and a bias of two networks, and in which dtypes the moments are kept."""
+    rates = build.make_rates(config, small_task("unet", "text_encoder"))
+    optimizer = build.make_adam(config, rates)
+    params = {name: {"kernel": jnp.full((2, 2), 0.5), "bias": jnp.full(2, 0.3)} for name in rates}
+    state, seen = optimizer.init(params), []
+    for step in range(4):
+        gradients = jax.tree.map(lambda p, step=step: (p - 0.1 * step) * 3, params)
+        moved, state = optimizer.update(gradients, state, params)
+        params = jax.tree.map(jnp.add, params, moved)
+        seen += numbers(params)
+    return seen, [leaf.dtype.name for leaf in jax.tree.leaves(state)]
+
+
+def state_of(config: Config) -> Any:
+    task = small_task("unet")
+    optimizer = build.make_adam(config, build.make_rates(config, task))
+    abstract = build.abstract_of(config, build.layout_of(config), task, optimizer)
+    return [(leaf.shape, str(leaf.sharding.spec)) for leaf in jax.tree.leaves(abstract)]
+
+
+def average(config: Config) -> Any:
+    """The average's distance from the weights after three steps."""
+    layout, task = build.layout_of(config), small_task("unet")
+    optimizer = build.make_adam(config, build.make_rates(config, task))
+    abstract = build.abstract_of(config, layout, task, optimizer)
+    step = build.make_step(config, layout, task, optimizer, abstract, 1)
+    with Checkpoints(config.run.folder / "none") as none:
+        state = build.begin(config, task, optimizer, abstract, none)
+    inputs = build.place(build.batch_sharding(layout.mesh), {"x": np.ones((8, 16), np.float32)})
+    for _ in range(3):
+        state, _ = step(state, {}, inputs, jax.random.key(0))
+    return numbers(jax.tree.map(jnp.subtract, state.ema, state.params))
+
+
+# --- Objective ---------------------------------------------------------------------------------------------------
+
+
+def noised(config: Config) -> Any:
+    schedule = noise_schedule(task_of(config).scheduler)
+    objective = make_objective(config, schedule)
+    key, positions = jax.random.key(0), jnp.arange(16)
+    made = noisy_batch(objective, schedule, jnp.ones((16, 2, 2, 4)), key, positions)
+    return [np.asarray(x) for x in (*made, drop_caption(objective, key, positions))]
+
+
+def reconstruction_loss(config: Config) -> np.ndarray:
+    task = task_of(config)
+    images = np.random.default_rng(0).integers(0, 255, (2, 8, 8, 3), np.uint8)
+    inputs = {"image": jnp.asarray(images), "position": jnp.arange(2)}
+    return np.asarray(task.losses(task.initial(), {"key": jax.random.key(0)}, inputs))
+
+
+# --- Drawing -----------------------------------------------------------------------------------------------------
+
+
+def drawn(config: Config) -> Any:
+    """What generate.py asks of the sampler, and the file that it writes."""
+    asked: list[Any] = []
+
+    def sampler(networks: Any, scheduler: Any, settings: Any) -> Any:
+        asked.append((scheduler.get("timestep_spacing"), dataclasses.astuple(settings)))
+        return lambda weights, key, request: jnp.zeros((len(request["index"]), 16, 16, 3), jnp.uint8)
+
+    def request(*arguments: Any) -> Any:
+        asked.append(requests(*arguments))
+        return asked[-1]
+
+    requests = generate.requests
+    with mock.patch.object(build, "draw_function", sampler), mock.patch.object(generate, "requests", request):
+        return generate.generate(config).name, asked
+
+
+def validated(config: Config) -> Any:
+    """How many prompts a run's judge draws."""
+    layout, task = build.layout_of(config), task_of(config)
+    with mock.patch.object(judge, "requests", wraps=judge.requests) as asked:
+        judge.make_judge(config, layout, task, jax.random.key(0))
+    return [call.args[1] for call in asked.call_args_list]
+
+
+# --- Mesh --------------------------------------------------------------------------------------------------------
+
+
+def mesh(config: Config) -> Any:
+    try:
+        made = build.mesh_of(config)
+    except ValueError as error:
+        return str(error)
+    return list(made.shape.items())
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """One of a TPU slice, as far as a mesh asks."""
+
+    id: int
+    coords: tuple[int, int, int]
+    platform: str = "tpu"
+    device_kind: str = "TPU v4"
+    core_on_chip: int = 0
+    process_index: int = 0
+
+
+def mesh_of_chips(config: Config) -> str:
+    with mock.patch("jax.devices", return_value=[Chip(i, (i % 4, i // 4, 0)) for i in range(16)]):
+        return refusal(lambda: build.mesh_of(config))
+
+
+def split(config: Config) -> Any:
+    layout, network = build.layout_of(config), Network(One, None)
+    return [str(spec) for spec in layout.specs(network).values()]
+
+
+def unsplit(config: Config) -> str:
+    """Of a kernel of 1 KiB."""
+    return refusal(lambda: build.layout_of(config).specs(Network(One, None)))
+
+
+# --- Output ------------------------------------------------------------------------------------------------------
+
+
+def traced(config: Config) -> list[int]:
+    """The steps of ten that are recorded."""
+    running, seen = [], []
+    start = lambda folder: (running.append(1), (folder / "plugins" / "profile" / "1").mkdir(parents=True, exist_ok=True))
+    with mock.patch("jax.profiler.start_trace", start), mock.patch("jax.profiler.stop_trace", running.clear):
+        profiler = build.make_profiler(config, 0)
+        for number in range(1, 11):
+            profiler.step(number, None)
+            seen += [number] * len(running)
+        profiler.close()
+    return seen
+
+
+def saved(run: Path) -> set[str]:
+    return {path.name for path in (run / "checkpoints").iterdir()}
+
+
+def logged(run: Path) -> list[int]:
+    return [record["step"] for record in read_metrics(run) if "loss" in record]
+
+
+def measured(run: Path) -> list[int]:
+    return [record["step"] for record in read_metrics(run) if "held_out_loss" in record]
+
+
+def exported(run: Path) -> set[str]:
+    return {
+        str(tensor.dtype) for tensor in open_tensors(run / "pipeline" / "vae" / "diffusion_pytorch_model.safetensors").values()
+    }
