@@ -87,7 +87,7 @@ def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], argv: list[str])
         ("eval_data_dir=/nowhere", "eval_data_dir: nothing matches /nowhere"),
         ("pretrained_model_name_or_path=/nowhere", "there is no folder /nowhere"),
         ("pretrained_model_name_or_path=", "nothing says where the unet comes from (allowed: pretrained_model_name_or_path"),
-        ("vae_path=/nowhere", "/nowhere"),
+        ("vae_path=/nowhere", "vae_path: there is no folder /nowhere"),
         ("resume_from=/nowhere", "resume_from=/nowhere has no checkpoint (allowed: a run's folder, or one of its checkpoints)"),
         ("resolution=17", "resolution=17 is no multiple of the autoencoder's 2 pixels a latent"),
         ("unet={block_out_channels: [32]}", "down_block_types"),

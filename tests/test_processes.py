@@ -20,7 +20,6 @@ from maxdiff import build, processes
 from maxdiff.config import Run
 from maxdiff.pipeline import Pipeline
 from maxdiff.sharding import make_mesh
-from tests.conftest import CROSS_DOWN, CROSS_UP, UNETS
 from tests.test_sharding import AXES
 
 ROOT = Path(__file__).parent.parent
@@ -86,25 +85,13 @@ def assert_close(found: dict[int, float], expected: dict[int, float]):
     np.testing.assert_allclose(list(found.values()), list(expected.values()), rtol=1e-5)
 
 
-@pytest.fixture(scope="module")
-def pipeline(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """SD1's, with a UNet of one level, which compiles in half the time."""
-    import diffusers
-
-    folder = tmp_path_factory.mktemp("processes") / "pipeline"
-    shutil.copytree(folders["sd1"], folder)
-    one_level = {"block_out_channels": (32,), "down_block_types": (CROSS_DOWN,), "up_block_types": (CROSS_UP,)}
-    diffusers.UNet2DConditionModel(**{**UNETS["sd1"], **one_level}).save_pretrained(folder / "unet")
-    return folder
-
-
-def test_two_processes_train_as_one_does_and_one_goes_on(pipeline: Path, tmp_path: Path):
+def test_two_processes_train_as_one_does_and_one_goes_on(one_level: Path, tmp_path: Path):
     whole, split = tmp_path / "whole", tmp_path / "split"
     # Parameters are split over both processes, so that neither has them whole. All three at once, to use the cores.
     shared = ["ici_fsdp_parallelism=4", "num_processes=2", f"coordinator_address=localhost:{free_port()}"]
     prompts = ["validation_prompts=[a cat, a red dog]", "num_inference_steps=2"]
-    pair = [command(pipeline, split, *shared, *prompts, f"process_id={n}") for n in (0, 1)]
-    _, first, second = run_together([command(pipeline, whole, "ici_fsdp_parallelism=2"), *pair], tmp_path / "said")
+    pair = [command(one_level, split, *shared, *prompts, f"process_id={n}") for n in (0, 1)]
+    _, first, second = run_together([command(one_level, whole, "ici_fsdp_parallelism=2"), *pair], tmp_path / "said")
     expected, held_out = values(whole, "loss"), values(whole, "held_out_loss")
     assert_close(values(split, "loss"), expected)
     assert_close(values(split, "held_out_loss"), held_out)
@@ -117,7 +104,7 @@ def test_two_processes_train_as_one_does_and_one_goes_on(pipeline: Path, tmp_pat
         assert np.linalg.norm(a - b) <= 1e-5 * np.linalg.norm(b)
 
     shutil.rmtree(split / "r" / "checkpoints" / "6")
-    (said,) = run_together([command(pipeline, split, "ici_fsdp_parallelism=2")], tmp_path / "again")
+    (said,) = run_together([command(one_level, split, "ici_fsdp_parallelism=2")], tmp_path / "again")
     assert "going on from step 4 " in said
     assert_close(values(split, "loss"), expected)
     assert_close(values(split, "held_out_loss"), held_out)

@@ -1,6 +1,7 @@
 """What training changes: parameters, their moving average, the optimizer's moments, the step."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -66,6 +67,19 @@ def abstract_state(
     )
     placed = TrainState(replicated, shardings, updates if shapes.ema is not None else None, moments)  # pyright: ignore[reportArgumentType]
     return jax.tree.map(lambda s, where: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where), shapes, placed)
+
+
+def describe(state: TrainState) -> list[str]:
+    """What parameters, average and optimizer take, in all and on a device, of a state or an abstract one."""
+    lines = []
+    for name, tree in (("parameters", state.params), ("average", state.ema), ("optimizer", state.opt_state)):
+        leaves = jax.tree.leaves(tree)
+        if not leaves:
+            continue
+        whole = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+        share = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+        lines.append(f"{name}: {whole / 2**20:.1f} MiB, {share / 2**20:.1f} MiB a device")
+    return lines
 
 
 def state_shardings(abstract: TrainState) -> TrainState:

@@ -22,7 +22,7 @@ from maxdiff.judge import exported, latent_scale, make_judge
 from maxdiff.metrics import Metrics
 from maxdiff.processes import gather, say, start, wait_for_all
 from maxdiff.sharding import Layout
-from maxdiff.state import TrainState
+from maxdiff.state import TrainState, describe
 from maxdiff.task import Task, make_task
 from maxdiff.weights.tensors import write_atomically
 
@@ -68,6 +68,7 @@ def train(config: Config) -> TrainState:
         rates = build.make_rates(config, task)
         optimizer = build.make_adam(config, rates)
         abstract = build.abstract_of(config, layout, task, optimizer)
+        say("\n".join(describe(abstract)))
         state = build.begin(config, task, optimizer, abstract, checkpoints)
         first, last = int(state.step), config.batch.steps(global_batch)
         if writes:

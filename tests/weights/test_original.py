@@ -101,7 +101,7 @@ def test_parts_from_files_of_their_own(diffusers_pipelines: dict[str, Any], tmp_
     assert mixed.vae.network.config.scaling_factor == 0.13025
     with pytest.raises(ValueError, match="is no whole checkpoint; name it as one of the sources"):
         Pipeline.load(tmp_path / "unet.safetensors")
-    with pytest.raises(ValueError, match="sources: .*unet.safetensors has no tokenizer"):
+    with pytest.raises(ValueError, match="tokenizer_path: .*unet.safetensors has no tokenizer"):
         Pipeline.load(folder, sources={"tokenizer": tmp_path / "unet.safetensors"})
 
 

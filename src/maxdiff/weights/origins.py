@@ -145,8 +145,12 @@ def open_origins(
             raise ValueError(f"sources: {part!r} is no part of a pipeline (allowed: {allowed})")
     options: dict[str, Any] = {"prediction_type": prediction_type}
     main = open_checkpoint(name, revision=revision, variant=variant, from_pt=from_pt, **options) if name else None
-    opened = {part: open_checkpoint(source, **options) for part, source in (sources or {}).items()}
-    for part, checkpoint in opened.items():
-        if not checkpoint.has(part):
-            raise ValueError(f"sources: {(sources or {})[part]} has no {part}")
+    opened = {}
+    for part, source in (sources or {}).items():
+        try:
+            opened[part] = open_checkpoint(source, **options)
+        except (FileNotFoundError, ValueError) as error:
+            raise type(error)(f"{part}_path: {error}") from error
+        if not opened[part].has(part):
+            raise ValueError(f"{part}_path: {source} has no {part}")
     return Origins(str(name), main, opened, dict(new or {}), prediction_type)
