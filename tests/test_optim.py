@@ -12,7 +12,7 @@ import torch
 from diffusers.optimization import get_polynomial_decay_schedule_with_warmup, get_scheduler
 from diffusers.training_utils import EMAModel
 
-from maxdiff.optim import decay_mask, ema_decay, learning_rate_schedule, make_optimizer, update_ema
+from maxdiff.optim import apply_updates, decay_mask, ema_decay, learning_rate_schedule, make_optimizer, update_ema
 
 STEPS, WARMUP, PEAK = 50, 7, 3e-4
 CONSTANT = learning_rate_schedule("constant", 1e-2, 0, 100)
@@ -217,6 +217,19 @@ class TestMoments:
         )
         assert_close(rounded, exact, atol=0.01)
         assert not np.array_equal(rounded["conv"]["kernel"], exact["conv"]["kernel"])
+
+    def test_small_updates_of_bfloat16_parameters_are_not_lost(self):
+        rng = np.random.default_rng(0)
+        start = jnp.asarray(rng.uniform(0.02, 0.06, 4096), jnp.bfloat16)  # where bfloat16's spacing is 1.2e-4 and more
+        params = {"w": start}
+        for count in range(1, 101):
+            update = {"w": jnp.asarray(rng.normal(-1e-5, 1e-6, 4096), jnp.float32)}
+            params = jax.jit(apply_updates)(params, update, jnp.int32(count))
+        assert params["w"].dtype == jnp.bfloat16
+        moved = params["w"].astype(jnp.float32) - start.astype(jnp.float32)
+        assert float(moved.mean()) == pytest.approx(-1e-3, rel=0.02)
+        whole = {"w": jnp.ones(3, jnp.float32)}
+        np.testing.assert_array_equal(apply_updates(whole, {"w": jnp.full(3, 0.5)}, jnp.int32(1))["w"], [1.5] * 3)
 
     def test_bfloat16_second_moment_falls_as_it_should(self):
         """Rounding to nearest would leave it at its highest value for good."""

@@ -235,17 +235,31 @@ processes.start(Run())
 processes.wait_for_all("here")
 print(jax.process_count(), jax.local_device_count(), multihost_utils.process_allgather(np.ones(1)).sum())
 processes.say("first")
+import os, pathlib
+folder = pathlib.Path(os.environ["FOLDER"])
+folder.mkdir(exist_ok=True)
+try:
+    processes.check_shared(folder)
+    print("shared")
+except ValueError as error:
+    print(error)
 """
 
 
 def test_tasks_of_slurm_find_each_other_and_one_alone_says_nothing(tmp_path: Path):
     port = str(free_port())
     steps = [slurm(2, 1, task, JAX_COORDINATOR_PORT=port) for task in (0, 1)]
+    steps = [{**step, "FOLDER": str(tmp_path / f"runs-{task}")} for task, step in enumerate(steps)]
     commands = [["env", *(f"{k}={v}" for k, v in step.items()), sys.executable, "-c", SUM] for step in steps]
     first, second = run_together(commands, tmp_path / "two", 100)
     assert f"2 {DEVICES} 2.0\nfirst\n" in first
     assert f"2 {DEVICES} 2.0\n" in second
     assert "first" not in second
-    alone = ["env", *(f"{k}={v}" for k, v in slurm(1, 1).items()), sys.executable, "-c", SUM]
-    assert run_together([alone], tmp_path / "one", 100) == [f"1 {DEVICES} 1.0\nfirst\n"]
+    for task, said in enumerate((first, second)):  # each has made a folder of its own
+        assert (
+            f"output_dir: {tmp_path}/runs-{task} of process 0 is not that of process 1; allowed: a folder that all share"
+            in said
+        )
+    alone = ["env", *(f"{k}={v}" for k, v in slurm(1, 1, FOLDER=str(tmp_path)).items()), sys.executable, "-c", SUM]
+    assert run_together([alone], tmp_path / "one", 100) == [f"1 {DEVICES} 1.0\nfirst\nshared\n"]
     assert (tmp_path / "one" / "0.err").read_text() == ""

@@ -9,7 +9,8 @@ import pytest
 from PIL import Image
 
 from maxdiff import audit, export, generate
-from maxdiff.build import find_checkpoint
+from maxdiff.build import check_restart, find_checkpoint
+from maxdiff.checkpoint import Checkpoints
 from maxdiff.config import Config, load_config
 from maxdiff.metrics import read_metrics
 from maxdiff.models.network import flatten
@@ -175,6 +176,36 @@ def test_a_finished_run_is_not_trained_again(run: Path, tmp_path: Path, capsys):
     assert int(train(config).step) == 4
     assert "nothing is left to train: the run has made 4 of 4 steps" in capsys.readouterr().out
     assert (tmp_path / "r" / "pipeline" / "unet" / "diffusion_pytorch_model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("override", ["unet={block_out_channels: [64]}", "use_ema=false", "optimizer=lion", "vae_path=x"])
+def test_what_a_run_is_cannot_change(run: Path, tmp_path: Path, override: str):
+    shutil.copytree(run, tmp_path / "r")
+    config = load_config(run / "config.yml", [f"output_dir={tmp_path}", "max_train_steps=9", override])
+    with pytest.raises(
+        ValueError, match=rf"{override.partition('=')[0]}=.* is another than the run began with, .*another run_name"
+    ):
+        train(config)
+    assert load_config(tmp_path / "r" / "config.yml").batch.max_train_steps == 4
+
+
+def test_what_else_has_changed_is_said(run: Path, capsys):
+    check_restart(load_config(run / "config.yml", ["learning_rate=1", "seed=3", "jax_cache_dir=x"]))
+    assert capsys.readouterr().out.splitlines() == [
+        "changed since the last start: seed: 0 -> 3",
+        "changed since the last start: learning_rate: 0.001 -> 1",
+    ]
+
+
+def test_a_failure_after_the_last_step_loses_nothing(tmp_path: Path):
+    block = ("{block_out_channels: [8], down_block_types: [DownEncoderBlock2D], up_block_types: [UpDecoderBlock2D], "
+             "norm_num_groups: 4, scaling_factor: 0.2}")  # fmt: skip
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "samples").write_text("in the way")
+    with pytest.raises(FileExistsError):
+        train(configuration(tmp_path, f"vae={block}", "train_vae=true", f"eval_data_dir={HELD_OUT}", "eval_examples=8"))
+    with Checkpoints(tmp_path / "r" / "checkpoints", read_only=True) as checkpoints:
+        assert checkpoints.steps() == [2]
 
 
 def test_another_run_goes_on_from_a_checkpoint(run: Path, tmp_path: Path):

@@ -38,8 +38,10 @@ def audit(config: Config, step: int) -> Iterator[str]:
     """Lines about each example of optimizer step `step`, counted from 1, of a run with this configuration.
 
     Raises:
-        ValueError, OSError: if the run's data are not where they were.
+        ValueError, OSError: if there is no such step, or the run's data are not where they were.
     """
+    if step > (last := config.batch.steps(config.batch.global_batch_size)):
+        raise ValueError(f"step={step} is not one of the run's {last} steps")
     source, made = build.open_examples(config, "train_data_dir"), step - 1
     plan = build.make_plan(config)
     rows = np.arange(plan.global_batch)

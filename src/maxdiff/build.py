@@ -14,8 +14,8 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from maxdiff.checkpoint import Checkpoints
-from maxdiff.config import Config, load_config
+from maxdiff.checkpoint import Checkpoints, has_checkpoints
+from maxdiff.config import SECTIONS, Config, flat, load_config
 from maxdiff.data.pipeline import TOKEN_NAMES, BatchPlan, Tokenizer, batches, load_example
 from maxdiff.data.sources import Source, open_source
 from maxdiff.draw import Draw, DrawConfig, draw_function
@@ -28,6 +28,13 @@ from maxdiff.sharding import Layout, make_mesh
 from maxdiff.state import TrainState, abstract_state, make_state, state_shardings
 from maxdiff.step import Ema, ShardedUpdate, make_train_step
 from maxdiff.task import Task
+
+# Keys of where and on what a run goes on, which may be others each time.
+HERE = {"output_dir", "jax_cache_dir", "resume_from", "skip_jax_distributed_system", "coordinator_address", "num_processes",
+        "process_id"}  # fmt: skip
+# Keys that say what its networks and its state are.
+STORED = {field.name for field in dataclasses.fields(SECTIONS["model"])} | {"optimizer", "moment_dtype", "use_ema"}
+STORED -= {"activations_dtype", "precision", "attention", "remat"}
 
 
 def require(config: Config, *keys: str) -> None:
@@ -47,6 +54,8 @@ def use_cache(config: Config) -> None:
 def make_folder(config: Config) -> Path:
     """The run's folder, made if need be; raises ValueError where nothing can be written."""
     folder = config.run.folder
+    if "://" in config.run.output_dir:
+        raise ValueError(f"output_dir={config.run.output_dir!r} is no folder (allowed: a path; buckets are not supported yet)")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK):
@@ -120,10 +129,28 @@ def settle_batch(config: Config, mesh: Mesh) -> tuple[Config, int]:
         ValueError: if the global batch is no multiple of what the devices take at once.
     """
     batch, saved = config.batch, config.run.folder / "config.yml"
-    if not batch.global_batch_size and saved.is_file():
+    if not batch.global_batch_size and saved.is_file() and has_checkpoints(config.run.folder / "checkpoints"):
         batch = dataclasses.replace(batch, global_batch_size=load_config(saved).batch.global_batch_size)
     global_batch, accumulation = batch.split(batch_shards(mesh))
     return dataclasses.replace(config, batch=dataclasses.replace(batch, global_batch_size=global_batch)), accumulation
+
+
+def check_restart(config: Config) -> None:
+    """Say what has changed since the last start of a run that goes on.
+
+    Raises:
+        ValueError: for a key that says what the run's networks and state are: they are stored.
+    """
+    saved = config.run.folder / "config.yml"
+    if not saved.is_file():
+        return
+    before, now = flat(load_config(saved)), flat(config)
+    changed = {key: value for key, value in now.items() if value != before[key] and key not in HERE}
+    for key in STORED & changed.keys():
+        raise ValueError(f"{key}={now[key]!r} is another than the run began with, {before[key]!r}; allowed: that, or another "
+                         "run_name")  # fmt: skip
+    if changed:
+        say("\n".join(f"changed since the last start: {key}: {before[key]!r} -> {value!r}" for key, value in changed.items()))
 
 
 def open_examples(config: Config, key: str) -> Source:

@@ -176,7 +176,8 @@ class Optimizer:
         _between(self, "learning_rate", 0, math.inf)
         _between(self, "text_encoder_learning_rate", 0, math.inf)
         _between(self, "warmup_steps_fraction", 0, 1)
-        for key in ("adam_eps", "adam_weight_decay", "ema_start_step"):
+        _minus_one_or_more(self, "learning_rate_schedule_steps")
+        for key in ("adam_eps", "adam_weight_decay", "ema_start_step", "max_grad_norm"):
             _between(self, key, 0, math.inf)
         for key in ("adam_b1", "adam_b2", "ema_decay"):
             if not 0 <= getattr(self, key) < 1:
@@ -267,6 +268,8 @@ class Output:
         _between(self, "checkpoints_to_keep", 1, math.inf)
         _between(self, "skip_first_n_steps_for_profiler", 1, math.inf)
         _between(self, "profiler_steps", 1, math.inf)
+        for key in ("checkpoint_every", "eval_every"):
+            _minus_one_or_more(self, key)
         _one_of(self, "export_dtype", "", "float32", "bfloat16", "float16")
 
 
@@ -388,6 +391,11 @@ def _one_of(section: Any, key: str, *allowed: Any) -> None:
 
 
 def _between(section: Any, key: str, low: float, high: float) -> None:
-    if not low <= getattr(section, key) <= high:
+    if not low <= getattr(section, key) <= high or getattr(section, key) == math.inf:
         allowed = f"{low} or more" if high == math.inf else f"{low} to {high}"
         raise ValueError(f"{key}={getattr(section, key)!r} is out of range (allowed: {allowed})")
+
+
+def _minus_one_or_more(section: Any, key: str) -> None:
+    if (value := getattr(section, key)) != -1 and value < 1:
+        raise ValueError(f"{key}={value!r} is out of range (allowed: 1 or more, or -1)")

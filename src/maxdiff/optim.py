@@ -104,6 +104,22 @@ def decay_mask(params: Tree) -> Tree:
     return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key not in ("scale", "bias"), params)
 
 
+def apply_updates(params: Tree, updates: Tree, count: jax.Array) -> Tree:
+    """params + updates, added in float32 and stored in the parameters' dtype.
+
+    Rounding to bfloat16 is stochastic: most updates are less than half of its spacing, and would be lost.
+
+    Args:
+        count: the number of the update, int32 [].
+    """
+
+    def add(p: jax.Array, u: jax.Array) -> jax.Array:
+        moved = p.astype(jnp.float32) + u.astype(jnp.float32)
+        return _round_stochastically(moved, count) if p.dtype == jnp.bfloat16 else moved.astype(p.dtype)
+
+    return jax.tree.map(add, params, updates)
+
+
 def ema_decay(step: Any, decay: float, warmup: bool = True, start_step: int = 0) -> jax.Array:
     """The decay to use after update number `step` (the first is 1), float32; as diffusers' EMAModel.
 

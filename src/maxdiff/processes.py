@@ -1,10 +1,13 @@
 """One run in several processes: how they find each other, who speaks, and how weights come together."""
 
 import os
+import secrets
 import warnings
+from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental import multihost_utils
 
 from maxdiff.config import Run
@@ -143,6 +146,22 @@ def gather(tree: Any) -> Any:
         return found if jax.process_index() == 0 else None
 
     return jax.tree.map(whole, tree)
+
+
+def check_shared(folder: Path) -> None:
+    """Raise ValueError, on every process, unless all see the same folder: else saving would wait for ever."""
+    if jax.process_count() == 1:
+        return
+    token = int(multihost_utils.broadcast_one_to_all(np.int32(secrets.randbelow(2**31))))
+    path = folder / f".seen-by-all-{token}"
+    if jax.process_index() == 0:
+        path.touch()
+    wait_for_all("a file is there")
+    seen = multihost_utils.process_allgather(np.array(path.name in os.listdir(folder)))
+    path.unlink(missing_ok=True)
+    if not seen.all():
+        blind = ", ".join(map(str, np.flatnonzero(~seen)))
+        raise ValueError(f"output_dir: {folder} of process 0 is not that of process {blind}; allowed: a folder that all share")
 
 
 def wait_for_all(name: str) -> None:

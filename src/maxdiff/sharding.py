@@ -112,8 +112,8 @@ def _shown(axes: Sequence[str], given: Mapping[str, int], kind: str) -> str:
 def check_rules(rules: Rules, mesh: Mesh) -> None:
     """Raise ValueError for a rule of the wrong form, or with a name or mesh axis that does not exist."""
     for rule in rules:
-        if len(rule) != 2 or not isinstance(rule[0], str):
-            raise ValueError(f"logical_axis_rules: {list(rule)!r} is not a pair [name, mesh axis or axes]")
+        if not isinstance(rule, list | tuple) or len(rule) != 2 or not isinstance(rule[0], str) or not _is_target(rule[1]):
+            raise ValueError(f"logical_axis_rules: {rule!r} is not a pair [name, mesh axis or axes]")
         name, target = rule
         if name not in LOGICAL_AXES:
             raise ValueError(f"logical_axis_rules: {name!r} is no logical axis{_nearest(name, LOGICAL_AXES)}")
@@ -127,6 +127,11 @@ def check_rules(rules: Rules, mesh: Mesh) -> None:
 def _nearest(name: str, allowed: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, allowed, 1)
     return f"; did you mean {close[0]!r}?" if close else f" (allowed: {', '.join(allowed)})"
+
+
+def _is_target(target: Any) -> bool:
+    axes = target if isinstance(target, list | tuple) else (target,)
+    return target is None or all(isinstance(axis, str) for axis in axes)
 
 
 def _mesh_axes(target: Any) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ class TrainState:
     Attributes:
         step: optimizer steps made, int32.
         params: the trained networks' parameters by part, {"unet": ..., "text_encoder": ...}.
-        ema: their moving average, of the same form; None without.
+        ema: their moving average, of the same form and float32; None without.
         opt_state: optax's.
     """
 
@@ -32,8 +32,9 @@ class TrainState:
 
 
 def make_state(params: Params, optimizer: optax.GradientTransformation, *, use_ema: bool) -> TrainState:
-    """The state before the first step; the average begins as the parameters. Jit it with `state_shardings`."""
-    ema = jax.tree.map(jnp.copy, params) if use_ema else None  # a buffer of its own, as the state is donated
+    """The state before the first step; the average begins as the parameters, in float32. Jit it with `state_shardings`."""
+    # A buffer of its own, as the state is donated; in bfloat16 a decay of 0.9999 would be 1.
+    ema = jax.tree.map(lambda p: jnp.array(p, jnp.float32, copy=True), params) if use_ema else None
     return TrainState(jnp.zeros((), jnp.int32), params, ema, optimizer.init(params))
 
 

@@ -10,7 +10,7 @@ from jax import lax
 
 from maxdiff.gradients import Batch, GradientFunction
 from maxdiff.models.network import Params
-from maxdiff.optim import ema_decay, update_ema
+from maxdiff.optim import apply_updates, ema_decay, update_ema
 from maxdiff.state import TrainState
 
 Metrics = dict[str, jax.Array]
@@ -60,8 +60,8 @@ def make_train_step(
         # A slice of what each device has: nothing is sent.
         params: Any = state.params if sharded is None else lax.with_sharding_constraint(state.params, sharded.updates)
         updates, opt_state = optimizer.update(gradient, state.opt_state, params)
-        params = optax.apply_updates(params, updates)
         step = state.step + 1
+        params = apply_updates(params, updates, step)
         average = state.ema
         if ema is not None and average is not None:
             average = update_ema(average, params, ema_decay(step, ema.decay, ema.warmup, ema.start_step))

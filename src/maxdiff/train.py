@@ -20,7 +20,7 @@ from maxdiff.data.pipeline import prefetch
 from maxdiff.data.sources import Source
 from maxdiff.judge import exported, latent_scale, make_judge
 from maxdiff.metrics import Metrics
-from maxdiff.processes import gather, say, start, wait_for_all
+from maxdiff.processes import check_shared, gather, say, start, wait_for_all
 from maxdiff.sharding import Layout
 from maxdiff.state import TrainState, describe
 from maxdiff.task import Task, make_task
@@ -45,6 +45,7 @@ def train(config: Config) -> TrainState:
     """
     build.require(config, "run_name", "output_dir", "train_data_dir")
     folder = build.make_folder(config)
+    check_shared(folder)
     build.use_cache(config)
 
     # Mesh: which devices, and how examples and parameters are split over them.
@@ -57,6 +58,8 @@ def train(config: Config) -> TrainState:
 
     # Task: the networks, and the weights of those that are not trained. A run that goes on has them in pipeline/.
     goes_on = has_checkpoints(folder / "checkpoints")
+    if goes_on:
+        build.check_restart(config)
     task = make_task(config, layout, folder / "pipeline" if goes_on else None)
     for name in task.trained:
         say("\n".join([f"{name}:", *layout.describe(task.networks[name])]))
@@ -113,11 +116,13 @@ def train(config: Config) -> TrainState:
                     values = {**jax.device_get(scalars), **build.current_rates(rates, number - 1)}
                     metrics.log(number, values, inputs.seconds_waited - waited)
                     waited = inputs.seconds_waited
+                if number == last or due(number, global_batch, config.output.checkpoint_every):
+                    checkpoints.save(number, state)
+                if number == last:
+                    checkpoints.wait()  # what is judged and exported after it may fail, and nothing is lost
                 if judged:
                     with metrics.untimed():
                         judge(number, state, metrics)
-                if number == last or due(number, global_batch, config.output.checkpoint_every):
-                    checkpoints.save(number, state)
             profiler.close()
     export(config, layout, task, state, source, key)
     return state
@@ -135,6 +140,6 @@ def export(config: Config, layout: Layout, task: Task, state: TrainState, source
         task = task.with_latent_scale(latent_scale(config, layout, task, weights, source, key))
     weights = gather(weights)
     if jax.process_index() == 0:
-        task.save_trained(config.run.folder / "pipeline", weights, config.output.export_dtype or None)
+        task.save_trained(config.run.folder / "pipeline", weights, config.output.export_dtype or config.model.weights_dtype)
         print(f"wrote {config.run.folder / 'pipeline'}", flush=True)
     wait_for_all("exported")

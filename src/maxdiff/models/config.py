@@ -119,6 +119,8 @@ def is_a(value: Any, kind: Any) -> bool:
 
 def spelled(kind: Any) -> str:
     """An annotated type as a message shows it."""
+    if typing.get_origin(kind) is tuple:
+        return "list of " + spelled(typing.get_args(kind)[0])
     return kind.__name__ if isinstance(kind, type) and not typing.get_args(kind) else str(kind).replace("NoneType", "None")
 
 
