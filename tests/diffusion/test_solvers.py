@@ -138,6 +138,23 @@ def test_another_sampler_than_the_checkpoints(saved: str, sampler: str, tmp_path
     assert distance(ours(file, sampler, 7), theirs(loaded.config, sampler, 7)) <= BOUND
 
 
+@pytest.mark.parametrize(
+    ("sampler", "changed"),
+    [
+        ("unipc", {"solver_type": "bh1"}),  # 0 times an infinite B(h), at a last step to no noise
+        ("unipc", {**KARRAS, **LAST, "solver_order": 3, "lower_order_final": False}),  # a last step of no length, and so on
+        ("dpmpp_2m", {**KARRAS, **LAST, "solver_order": 3}),
+        ("dpmpp_2m", {**KARRAS, **LAST, "solver_type": "heun"}),
+    ],
+)
+def test_where_diffusers_last_step_is_not_a_number(sampler: str, changed: dict):
+    """Ours is, and all before it are equal."""
+    found, expected = ours({**SD, **changed}, sampler, 20), theirs({**SD, **changed}, sampler, 20)
+    assert not np.isfinite(expected[-1][0]).all()
+    assert distance(found[:-1], expected[:-1]) <= BOUND
+    assert np.abs(found[-1][0]).max() < 2 * np.abs(found[-2][0]).max()
+
+
 @pytest.mark.parametrize("sampler", ["ddim", "euler", "lms", "dpmpp_2m", "lcm"])
 def test_timesteps_equal_diffusers(sampler: str):
     for spacing in SPACINGS:

@@ -167,7 +167,7 @@ def _dpmpp(grid: Grid, config: SamplerConfig, start: int, *, stochastic: bool) -
         moved = sigma[i + 1] / sigma[i] * (np.exp(-h) if stochastic else 1) * x + signal[i + 1] * gained * x0
         if stochastic:
             moved = moved + sigma[i + 1] * np.sqrt(gained) * noise
-        order = _dpmpp_order(config, i, n, start)
+        order = _dpmpp_order(config, i, n, start) if h else 1  # see _log_snr
         if order >= 2:
             before = lam[i] - lam[i - 1]
             slope = h / before * (x0 - m1)
@@ -191,7 +191,11 @@ def _dpmpp_order(config: SamplerConfig, i: int, n: int, start: int) -> int:
 
 
 def _log_snr(sigmas: Vector) -> tuple[Vector, Vector, Vector]:
-    """signal and sigma, whose squares add up to 1, and lambda = log(signal / sigma), of sigma / signal."""
+    """signal and sigma, whose squares add up to 1, and lambda = log(signal / sigma), of sigma / signal.
+
+    With Karras's noise levels and final_sigmas_type sigma_min, the last step has no length. Order 1 stands still there;
+    of a higher order diffusers makes NaN.
+    """
     signal = 1 / np.sqrt(sigmas**2 + 1)
     with np.errstate(divide="ignore"):  # infinite where there is no noise
         return signal, sigmas * signal, -np.log(sigmas)
@@ -213,6 +217,7 @@ def unipc(grid: Grid, config: SamplerConfig, _eta: float, start: int) -> Steps:
                                (lam[i - 1], lam[i]))  # fmt: skip
         m_now = [x0, *m[:-1]]
         order = min(config.solver_order, i - start + 1, n - i if config.lower_order_final else n)
+        order = order if lam[i + 1] > lam[i] else 1  # see _log_snr
         nodes = [lam[i - k] for k in range(1, order)]
         moved = _unipc_move(config, here, x0, m_now[1:order], nodes, (signal[i + 1], sigma[i + 1] / sigma[i]),
                             (lam[i], lam[i + 1]))  # fmt: skip
