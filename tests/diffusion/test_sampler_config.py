@@ -1,6 +1,7 @@
 """Which sampler a scheduler_config.json asks for, and which values are refused; the rest is in test_solvers.py."""
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -71,3 +72,9 @@ def test_keys_of_another_sampler_are_ignored():
             "disable_corrector" if sampler != "unipc" else "clip_sample": "?",
         }
         assert sampler_config(strange, sampler) == sampler_config({}, sampler)
+
+
+def test_the_documentation_names_every_key_and_sampler():
+    text = (Path(__file__).parents[2] / "docs" / "SAMPLERS.md").read_text()
+    assert not [key for keys in KEYS.values() for key in keys if f"`{key}`" not in text]
+    assert not [sampler for sampler in KEYS if f"| {sampler} | {CLASSES[sampler]}" not in text and sampler != "dpmpp_2m_sde"]
