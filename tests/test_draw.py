@@ -14,7 +14,7 @@ import torch
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxdiff.draw import DrawConfig, draw_function, initial_latents, requests
+from maxdiff.draw import DrawConfig, draw_function, initial_latents, requests, step_noise
 from maxdiff.models.layers import Compute
 from maxdiff.models.network import Network
 from maxdiff.models.unet import UNet2DConditionModel
@@ -123,6 +123,14 @@ def test_no_weights_hide_in_the_program(vivid):
     closed = jax.make_jaxpr(draw)(*abstract)
     assert sum(np.size(c) for c in closed.consts) < 1000
     assert closed.out_avals[0].str_short() == "uint8[4,32,48,3]"
+
+
+def test_a_stochastic_samplers_noise_is_each_images_and_each_steps_own():
+    key, shape = jax.random.key(0), (2, 3, 4)
+    draws = [step_noise(key, jnp.arange(4), shape, jnp.int32(number)) for number in (0, 1)]
+    draws.append(initial_latents(key, jnp.arange(4), shape))
+    assert len(np.unique(np.stack(draws))) == 3 * 4 * 24
+    np.testing.assert_array_equal(step_noise(key, jnp.array([2]), shape, jnp.int32(1))[0], draws[1][2])
 
 
 def test_requests(vivid):

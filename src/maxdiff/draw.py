@@ -15,8 +15,7 @@ import numpy as np
 
 from maxdiff.conditioning import encode_text, size_conditioning
 from maxdiff.diffusion.objective import Purpose, purpose_keys
-from maxdiff.diffusion.sampler import ddim, guided, sampler_config, timesteps
-from maxdiff.diffusion.schedule import noise_schedule
+from maxdiff.diffusion.sampler import begin, guided, make_plan, sample
 from maxdiff.losses import to_uint8
 from maxdiff.models.network import Network, Params
 from maxdiff.pipeline import Pipeline
@@ -35,12 +34,14 @@ class DrawConfig:
         height, width: in pixels; multiples of the autoencoder's pixels per latent (8).
         num_inference_steps: of the sampler.
         guidance_scale: of classifier-free guidance; at 1 and below there is none.
+        sampler: one of `diffusion.solvers.SAMPLERS`.
     """
 
     height: int
     width: int
     num_inference_steps: int = 50
     guidance_scale: float = 7.5
+    sampler: str = "ddim"
 
 
 def draw_function(networks: Mapping[str, Network], scheduler: Mapping[str, Any], config: DrawConfig) -> Draw:
@@ -59,8 +60,7 @@ def draw_function(networks: Mapping[str, Network], scheduler: Mapping[str, Any],
             absent) and a key that is not threefry.
     """
     _check(networks, config)
-    schedule, sampler = noise_schedule(scheduler), sampler_config(scheduler)
-    timesteps(sampler, schedule.num_timesteps, config.num_inference_steps)
+    plan = make_plan(scheduler, config.sampler, config.num_inference_steps)
     vae = networks["vae"]
     latent = (config.height // vae.config.downscale, config.width // vae.config.downscale, vae.config.latent_channels)
 
@@ -73,8 +73,8 @@ def draw_function(networks: Mapping[str, Network], scheduler: Mapping[str, Any],
         if config.guidance_scale > 1:
             negative = _negative(networks, weights, request, positive, config)
         denoise = guided(predict, positive, negative, config.guidance_scale)
-        noise = initial_latents(key, request["index"], latent)
-        latents = ddim(denoise, noise, schedule, sampler, config.num_inference_steps)
+        x = begin(plan, initial_latents(key, request["index"], latent))
+        latents = sample(denoise, x, plan, lambda number: step_noise(key, request["index"], latent, number))
         images = vae.apply(weights["vae"], latents / vae.config.scaling_factor, method="decode").astype(jnp.float32)
         return to_uint8(images)
 
@@ -115,6 +115,12 @@ def initial_latents(key: jax.Array, index: jax.Array, shape: tuple[int, int, int
     """
     keys = purpose_keys(key, index, Purpose.INITIAL_LATENTS)
     return jax.vmap(lambda k: jax.random.normal(k, shape, jnp.float32))(keys)
+
+
+def step_noise(key: jax.Array, index: jax.Array, shape: tuple[int, int, int], number: jax.Array) -> jax.Array:
+    """What a stochastic sampler adds at step `number` (int32 []); like `initial_latents` each image's own."""
+    keys = purpose_keys(key, index, Purpose.SAMPLER_STEP)
+    return jax.vmap(lambda k: jax.random.normal(jax.random.fold_in(k, number), shape, jnp.float32))(keys)
 
 
 def _condition(

@@ -116,7 +116,7 @@ def test_what_is_drawn_for_what():
 def test_purposes_keep_their_numbers():
     assert {p.name: p.value for p in Purpose} == {
         "NOISE": 0, "TIMESTEP": 1, "NOISE_OFFSET": 2, "INPUT_PERTURBATION": 3, "CAPTION_DROPOUT": 4, "VAE_SAMPLE": 5,
-        "INITIAL_LATENTS": 6,
+        "INITIAL_LATENTS": 6, "SAMPLER_STEP": 7,
     }  # fmt: skip
 
 

@@ -27,6 +27,7 @@ class Purpose(enum.IntEnum):
     CAPTION_DROPOUT = 4
     VAE_SAMPLE = 5
     INITIAL_LATENTS = 6
+    SAMPLER_STEP = 7
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
