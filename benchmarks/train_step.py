@@ -50,7 +50,7 @@ from maxdiff.models import flops
 from maxdiff.sharding import Layout
 from maxdiff.task import Task, make_task
 
-CONFIGS = {"sd15": "base15.yml", "sd2": "base_2_base.yml"}
+CONFIGS = {"sd15": "base15.yml", "sd2": "base_2_base.yml", "sdxl": "base_xl.yml"}
 WINDOWS = 5
 
 
@@ -209,7 +209,7 @@ def measure(model: str, resolution: int, batch: int, steps: int, overrides: Sequ
 def main(argv: Sequence[str]) -> int:
     """Print a line for each case; 1 if one failed or its loss is not finite."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", nargs="+", default=list(ARCHITECTURES), choices=ARCHITECTURES)
+    parser.add_argument("--model", nargs="+", default=["sd15", "sd2"], choices=CONFIGS)
     parser.add_argument("--resolution", nargs="+", type=int, default=[512], help="side of the images, pixels")
     parser.add_argument("--batch", nargs="+", type=int, default=[16], help="images that a device takes at once")
     parser.add_argument("--steps", type=int, default=20, help="steps timed, in windows of a fifth of them")

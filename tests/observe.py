@@ -253,20 +253,28 @@ def reconstruction_loss(config: Config) -> np.ndarray:
 
 
 def drawn(config: Config) -> Any:
-    """What generate.py asks of the sampler, and the file that it writes."""
+    """What generate.py asks of the sampler, and the files that it writes."""
     asked: list[Any] = []
 
     def sampler(networks: Any, scheduler: Any, settings: Any) -> Any:
-        asked.append((scheduler.get("timestep_spacing"), dataclasses.astuple(settings)))
-        return lambda weights, key, request: jnp.zeros((len(request["index"]), 16, 16, 3), jnp.uint8)
+        asked.append((scheduler.get("timestep_spacing"), scheduler.get("use_karras_sigmas"), dataclasses.astuple(settings)))
+        size = (settings.height, settings.width, 3)
+        return lambda weights, request: jnp.zeros((len(request["seed"]), *size), jnp.uint8)
 
-    def request(*arguments: Any) -> Any:
-        asked.append(requests(*arguments))
+    def request(*arguments: Any, **named: Any) -> Any:
+        asked.append(requests(*arguments, **named))
         return asked[-1]
 
+    def file(path: Any, *size: int) -> Any:
+        asked.append(str(path))
+        return np.zeros((*size, 1), np.float32)
+
     requests = generate.requests
-    with mock.patch.object(build, "draw_function", sampler), mock.patch.object(generate, "requests", request):
-        return generate.generate(config).name, asked
+    with (
+        mock.patch.object(build, "draw_function", sampler),
+        mock.patch.multiple(generate, requests=request, read_image=file, read_mask=file),
+    ):
+        return [path.name for path in generate.generate(config)], asked
 
 
 def validated(config: Config) -> Any:

@@ -82,6 +82,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         task.save_frozen(folder / name)
         task.save_trained(folder / name, task.initial())
     published_tokenizer("!").save(folder / "b" / "tokenizer")
+    for name in ("one", "two"):
+        (folder / f"{name}.txt").write_text(f"a {name}")
     weights = "unet/diffusion_pytorch_model{}.safetensors"
     shutil.copy(folder / "b" / weights.format(""), folder / "a" / weights.format(".fp16"))
     return folder
@@ -177,6 +179,21 @@ TABLE: dict[str, tuple[Any, Any, Callable[[Config], Any], dict[str, Any]]] = {
     "reconstruction_loss": ("l1", "l2", see.reconstruction_loss, TRAINED),
     "kl_weight": (1e-6, 1.0, see.reconstruction_loss, TRAINED),
     "prompt": ("a cat", "a dog", see.drawn, DRAWN),
+    "prompts": (["a cat"], ["a cat", "a dog"], see.drawn, {**DRAWN, "prompt": ""}),
+    "prompts_file": ("@/one.txt", "@/two.txt", see.drawn, {**DRAWN, "prompt": ""}),
+    "num_images_per_prompt": (1, 2, see.drawn, DRAWN),
+    "seeds": ([], [7], see.drawn, DRAWN),
+    "height": (0, 8, see.drawn, DRAWN),
+    "width": (0, 8, see.drawn, DRAWN),
+    "sampler": ("ddim", "euler", see.drawn, DRAWN),
+    "guidance_rescale": (0.0, 0.7, see.drawn, DRAWN),
+    "eta": (0.0, 1.0, see.drawn, DRAWN),
+    "use_karras_sigmas": ("auto", True, see.drawn, DRAWN),
+    "clip_skip": (0, 1, see.drawn, DRAWN),
+    "image": ("@/a.png", "@/b.png", see.drawn, DRAWN),
+    "mask": ("@/a.png", "@/b.png", see.drawn, {**DRAWN, "unet": {"in_channels": 9}, "image": "@/a.png"}),
+    "strength": (-1.0, 0.5, see.drawn, {**DRAWN, "image": "@/a.png"}),
+    "vae_slicing": (False, True, see.drawn, DRAWN),
     "validation_prompts": ([], ["a cat", "a dog"], see.validated, PRETRAINED),
     "negative_prompt": ("", "a dog", see.drawn, DRAWN),
     "num_inference_steps": (30, 20, see.drawn, DRAWN),

@@ -109,25 +109,43 @@ def test_diffusers_loads_a_runs_pipeline(run: Path):
     np.testing.assert_allclose(ours.unet(x, t, text), expected.permute(0, 2, 3, 1).numpy(), atol=1e-4)
 
 
-def test_a_run_draws_by_generate(run: Path):
+def test_a_run_draws_by_generate(run: Path, tmp_path: Path):
     common = ["run_name=r", f"output_dir={run.parent}", "resolution=16", "num_inference_steps=2", "activations_dtype=float32"]
-    base = ROOT / "configs" / "base.yml"
-    first = generate.generate(load_config(base, [*common, "prompt=A red heart!"]))
-    assert first == run / "images" / "a-red-heart-0.png"
-    with Image.open(first) as image:
-        assert image.size == (16, 16)
-        assert (image.info["prompt"], image.info["steps"]) == ("A red heart!", "2")
-        pixels = np.asarray(image)
-    again = generate.generate(load_config(base, [*common, "prompt=A red heart!", "seed=1"]))
-    with Image.open(again) as image:
-        assert not np.array_equal(pixels, np.asarray(image))
-    for overrides, message in (
-        (common, "prompt is required"),
-        ([*common[1:], "prompt=x"], "run_name and output_dir, or pretrained_model_name_or_path, is required"),
-        ([*common, "run_name=q", "prompt=x"], "is no whole pipeline yet: has the run 'q' ended"),
+    base, drawn = ROOT / "configs" / "base.yml", {}
+    for name, step, more in (("last", None, ()), ("named", 4, ()), ("before", 2, ()), ("plain", None, ("use_ema=false",))):
+        config = load_config(run / "config.yml", [*common, "prompt=A red heart!", *more])
+        (path,) = generate.generate(config, step)
+        assert path == run / "images" / "a-red-heart-0.png"
+        with Image.open(path) as image:
+            assert (image.size, image.info["prompt"], image.info["steps"]) == ((16, 16), "A red heart!", "2")
+            assert image.info["model"] == f"r-{step or 4}"
+            drawn[name] = np.asarray(image).astype(int)
+    np.testing.assert_array_equal(drawn["last"], drawn["named"])
+    assert all(np.abs(drawn[name] - drawn["last"]).max() > 0 for name in ("before", "plain"))
+    # As pipeline/ has it, for which training wrote the same weights; and that is all that a run needs that was moved.
+    shutil.copytree(run / "pipeline", tmp_path / "r" / "pipeline")
+    shutil.copy(run / "config.yml", tmp_path / "r" / "config.yml")
+    (path,) = generate.generate(load_config(run / "config.yml", [*common, f"output_dir={tmp_path}", "prompt=A red heart!"]))
+    with Image.open(path) as image:
+        assert np.abs(np.asarray(image).astype(int) - drawn["last"]).max() <= 1
+    for overrides, step, message in (
+        ([*common[1:], "prompt=x"], None, "run_name and output_dir, or pretrained_model_name_or_path, is required"),
+        ([*common, "run_name=q", "prompt=x"], None, "q has no checkpoint"),
+        ([*common, "prompt=x"], 3, r"has no checkpoint of step 3 \(there are: 2, 4\)"),
     ):
         with pytest.raises((ValueError, FileNotFoundError), match=message):
-            generate.generate(load_config(base, overrides))
+            generate.generate(load_config(base if step is None else run / "config.yml", overrides), step)
+
+
+def test_a_run_draws_on_another_mesh_by_its_own_settings(run: Path, monkeypatch: pytest.MonkeyPatch):
+    asked = []
+    monkeypatch.setattr(generate, "generate", lambda config, step: asked.append((config, step)))
+    assert generate.main([str(ROOT / "configs" / "base.yml"), "run_name=r", f"output_dir={run.parent}", "prompt=x", "step=2",
+                          "skip_jax_distributed_system=true", "ici_fsdp_parallelism=2"]) == 0  # fmt: skip
+    ((config, step),) = asked
+    assert step == 2
+    assert (config.sampling.num_inference_steps, config.model.unet["block_out_channels"]) == (2, [32])  # the run's
+    assert (config.sampling.prompt, config.mesh.ici_fsdp_parallelism) == ("x", 2)
 
 
 def test_an_audit_names_what_made_a_step(run: Path, capsys):
@@ -171,8 +189,6 @@ def test_a_finished_run_is_not_trained_again(run: Path, tmp_path: Path, capsys):
     shutil.copytree(run, tmp_path / "r")
     (tmp_path / "r" / "pipeline" / "unet" / "diffusion_pytorch_model.safetensors").unlink()  # as if stopped before it
     config = load_config(run / "config.yml", [f"output_dir={tmp_path}"])
-    with pytest.raises(FileNotFoundError, match="is no whole pipeline yet: has the run 'r' ended"):
-        generate.generate(load_config(run / "config.yml", [f"output_dir={tmp_path}", "prompt=x"]))
     assert int(train(config).step) == 4
     assert "nothing is left to train: the run has made 4 of 4 steps" in capsys.readouterr().out
     assert (tmp_path / "r" / "pipeline" / "unet" / "diffusion_pytorch_model.safetensors").is_file()

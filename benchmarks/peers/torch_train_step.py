@@ -35,14 +35,7 @@ from transformers import CLIPTextConfig, CLIPTextModel
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from architectures import ARCHITECTURES
 
-SDXL = {
-    "sample_size": 128, "cross_attention_dim": 2048, "attention_head_dim": (5, 10, 20), "use_linear_projection": True,
-    "block_out_channels": (320, 640, 1280), "transformer_layers_per_block": (1, 2, 10),
-    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
-    "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
-    "addition_embed_type": "text_time", "addition_time_embed_dim": 256, "projection_class_embeddings_input_dim": 2816,
-}  # fmt: skip
-UNETS = {**{model: parts["unet"] for model, parts in ARCHITECTURES.items()}, "sdxl": SDXL}
+UNETS = {model: parts["unet"] for model, parts in ARCHITECTURES.items()}
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 WARM_UP, WINDOWS = 4, 5
 

@@ -303,13 +303,34 @@ def trained_specs(layout: Layout, task: Task) -> Params:
     return {name: unflatten(layout.specs(task.networks[name]).items()) for name in task.trained}
 
 
-def make_draw(config: Config, networks: Mapping[str, Network], scheduler: Mapping[str, Any]) -> Draw:
-    """draw(weights, key, request), with what the configuration says of drawing; raises as `draw_function`."""
-    sampling, side = config.sampling, config.data.resolution
-    if sampling.timestep_spacing:
-        scheduler = {**scheduler, "timestep_spacing": sampling.timestep_spacing}
-    settings = DrawConfig(side, side, sampling.num_inference_steps, sampling.guidance_scale)
-    return draw_function(networks, scheduler, settings)
+def make_draw(
+    config: Config, networks: Mapping[str, Network], scheduler: Mapping[str, Any], strength: float | None = None
+) -> Draw:
+    """draw(weights, request), with what the configuration says of drawing; raises as `draw_function`."""
+    return draw_function(networks, sampler_keys(config, scheduler), draw_config(config, strength))
+
+
+def draw_config(config: Config, strength: float | None = None) -> DrawConfig:
+    """What the configuration says of drawing; `strength` is for images that begin with one."""
+    section, side = config.sampling, config.data.resolution
+    shared = ("num_inference_steps", "guidance_scale", "guidance_rescale", "eta", "clip_skip", "vae_slicing")
+    return DrawConfig(section.height or side, section.width or side, sampler=section.sampler or None, strength=strength,
+                      **{key: getattr(section, key) for key in shared})  # fmt: skip
+
+
+def sampler_keys(config: Config, scheduler: Mapping[str, Any]) -> dict[str, Any]:
+    """The scheduler_config.json under the configuration's keys."""
+    section = config.sampling
+    changed: dict[str, Any] = {"timestep_spacing": section.timestep_spacing} if section.timestep_spacing else {}
+    if section.use_karras_sigmas != "auto":
+        changed["use_karras_sigmas"] = section.use_karras_sigmas
+    return {**scheduler, **changed}
+
+
+def whole_request(mesh: Mesh, request: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+    """A request that every process has, split over the devices of all."""
+    split = batch_sharding(mesh)
+    return {name: jax.make_array_from_callback(x.shape, split, lambda at, x=x: x[at]) for name, x in request.items()}
 
 
 def make_profiler(config: Config, first: int) -> Profiler:

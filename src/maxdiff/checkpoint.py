@@ -88,11 +88,12 @@ class Checkpoints:
         """The JSON that was kept with a checkpoint."""
         return self._metadata(step).get("notes", {})
 
-    def restore(self, step: int, abstract: Tree) -> Tree:
+    def restore(self, step: int, abstract: Tree, *, part: bool = False) -> Tree:
         """Read a checkpoint into the shapes, dtypes and shardings of `abstract`, whatever it was saved on.
 
         Args:
             abstract: the tree as jax.ShapeDtypeStructs with shardings.
+            part: the checkpoint may hold more, which is not read.
 
         Raises:
             FileNotFoundError: if there is no such step, naming those there are.
@@ -107,8 +108,11 @@ class Checkpoints:
             stored: Any = self._checkpointer.metadata(step).metadata
             if stored is None:  # Orbax logs why, and gives nothing
                 raise ValueError("its list of arrays cannot be read")
-            _compare(wanted, stored, where)
-            leaves: Any = self._checkpointer.load(step, wanted)
+            _compare(wanted, {n: x for n, x in stored.items() if n in wanted} if part else stored, where)
+            context = ocp.Context()
+            context.pytree.loading.partial_load = part
+            with context:
+                leaves: Any = self._checkpointer.load(step, wanted)
             sums = self._metadata(step)["checksums"]
         except (ValueError, FileNotFoundError) as error:
             if str(error).startswith(where):

@@ -44,16 +44,33 @@ def run_on_step(program: str, argv: Sequence[str], action: Callable[[Config, int
 
     `step=N` among the arguments is passed on as a number; None without it.
     """
-    steps = [argument.removeprefix("step=") for argument in argv if argument.startswith("step=")]
-    rest = [argument for argument in argv if not argument.startswith("step=")]
+    rest, step = split_step(argv)
 
     def on_run(config: Config) -> None:
-        saved = config.run.folder / "config.yml"
-        if not config.run.run_name or not saved.is_file():
+        saved = saved_config(config, rest)
+        if saved is None:
             raise FileNotFoundError(f"there is no run in {config.run.folder} (run_name and output_dir are required)")
-        if len(steps) > 1 or any(not step.isdigit() or int(step) < 1 for step in steps):
-            raise ValueError(f"step={','.join(steps)} is not one step of the run (allowed: 1 or more)")
-        overrides = [argument for argument in rest[1:] if not argument.startswith("-")]
-        action(load_config(saved, overrides), int(steps[0]) if steps else None)
+        action(saved, step())
 
     return run(program, rest, on_run)
+
+
+def split_step(argv: Sequence[str]) -> tuple[list[str], Callable[[], int | None]]:
+    """The other arguments, and what gives N of `step=N`, or None without it; called, that raises ValueError."""
+    steps = [argument.removeprefix("step=") for argument in argv if argument.startswith("step=")]
+
+    def step() -> int | None:
+        if len(steps) > 1 or any(not step.isdigit() or int(step) < 1 for step in steps):
+            raise ValueError(f"step={','.join(steps)} is not one step of the run (allowed: 1 or more)")
+        return int(steps[0]) if steps else None
+
+    return [argument for argument in argv if not argument.startswith("step=")], step
+
+
+def saved_config(config: Config, argv: Sequence[str]) -> Config | None:
+    """The run's own config.yml, under the keys among the arguments; None if there is no such run."""
+    saved = config.run.folder / "config.yml"
+    if not config.run.run_name or not saved.is_file():
+        return None
+    overrides = [argument for argument in argv if not argument.startswith("-")][1:]
+    return load_config(saved, overrides)

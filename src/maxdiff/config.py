@@ -210,19 +210,43 @@ class Objective:
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How images are drawn, while training and by generate.py."""
+    """How images are drawn, while training and by generate.py; the sampler's own ranges are checked by diffusion.sampler."""
 
     prompt: str = ""
+    prompts: tuple[str, ...] = ()
+    prompts_file: str = ""
     validation_prompts: tuple[str, ...] = ()
     negative_prompt: str = ""
+    num_images_per_prompt: int = 1
+    seeds: tuple[int, ...] = ()
+    height: int = 0
+    width: int = 0
+    sampler: str = ""
     num_inference_steps: int = 30
     guidance_scale: float = 7.5
+    guidance_rescale: float = 0.0
+    eta: float = 0.0
     timestep_spacing: str = ""
+    use_karras_sigmas: bool | str = "auto"
+    clip_skip: int = 0
+    image: str = ""
+    mask: str = ""
+    strength: float = -1.0
+    vae_slicing: bool = False
 
     def __post_init__(self):
         _between(self, "num_inference_steps", 1, math.inf)
         _between(self, "guidance_scale", 0, math.inf)
+        _between(self, "guidance_rescale", 0, 1)
+        _between(self, "eta", 0, 1)
+        _between(self, "num_images_per_prompt", 1, math.inf)
+        _between(self, "clip_skip", 0, math.inf)
+        if self.strength != -1:
+            _between(self, "strength", 0, 1)
+        for key in ("height", "width"):
+            _between(self, key, 0, math.inf)
         _one_of(self, "timestep_spacing", "", "leading", "trailing", "linspace")
+        _one_of(self, "use_karras_sigmas", "auto", True, False)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,27 +1,35 @@
-"""Prompts to images, as a pure function of weights, key and request.
+"""Prompts to images, as a pure function of weights and request.
 
-A request is a dict of arrays [n ...], one row for each image: index int32 [n], the image's number, which with the
-key decides its noise; input_ids int32 [n 77] and, for SDXL, input_ids_2; and, where the image is guided away from a
-negative prompt, negative_ids (and negative_ids_2). So image 7 is the same alone, in any batch and on any mesh.
+A request is a dict of arrays [n ...], one row for each image: seed uint32 [n], which alone decides its noise; input_ids
+int32 [n 77] and, for SDXL, input_ids_2; where the image is guided away from a negative prompt, negative_ids (and
+negative_ids_2), and negative_zeros bool [n], where there is none and the text is zeros. Where it begins with an image,
+image uint8 [n h w 3], and for an inpainting model mask float32 [n h w 1], 1 where the image is drawn anew. latents
+float32 [n h/8 w/8 c], standard normal, may stand for the seed's noise. So an image is the same alone, in any batch and
+on any mesh.
 """
 
 import dataclasses
+import functools
+import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxdiff.conditioning import encode_text, size_conditioning
-from maxdiff.diffusion.objective import Purpose, purpose_keys
+from maxdiff.conditioning import encode_text, guidance_embedding, size_conditioning
+from maxdiff.diffusion.objective import Purpose
 from maxdiff.diffusion.sampler import begin, guided, make_plan, sample
-from maxdiff.losses import to_uint8
+from maxdiff.diffusion.sampler_config import sampler_name
+from maxdiff.losses import from_uint8, to_uint8
 from maxdiff.models.network import Network, Params
-from maxdiff.pipeline import Pipeline
 
-Request = Mapping[str, jax.Array]
-Draw = Callable[[Mapping[str, Params], jax.Array, Request], jax.Array]
+if TYPE_CHECKING:
+    from maxdiff.pipeline import Pipeline
+
+Request = Mapping[str, Any]
+Draw = Callable[[Mapping[str, Params], Request], jax.Array]
 # Text states [n 77 d], and SDXL's added conditioning.
 Condition = tuple[jax.Array, dict[str, jax.Array] | None]
 
@@ -34,18 +42,29 @@ class DrawConfig:
         height, width: in pixels; multiples of the autoencoder's pixels per latent (8).
         num_inference_steps: of the sampler.
         guidance_scale: of classifier-free guidance; at 1 and below there is none.
-        sampler: one of `diffusion.solvers.SAMPLERS`.
+        guidance_rescale: see `guided`.
+        sampler: one of diffusion.solvers.SAMPLERS; None for the one that the scheduler's configuration names.
+        eta: of DDIM.
+        clip_skip: last layers of the text encoders that are passed over, besides those that the model always does; for
+            what the image is guided towards alone.
+        strength: with images to begin with, the share of the steps that are made; None without such images.
+        vae_slicing: decode image by image.
     """
 
     height: int
     width: int
     num_inference_steps: int = 50
     guidance_scale: float = 7.5
-    sampler: str = "ddim"
+    guidance_rescale: float = 0.0
+    sampler: str | None = None
+    eta: float = 0.0
+    clip_skip: int = 0
+    strength: float | None = None
+    vae_slicing: bool = False
 
 
 def draw_function(networks: Mapping[str, Network], scheduler: Mapping[str, Any], config: DrawConfig) -> Draw:
-    """draw(weights, key, request) -> images uint8 [n h w 3]; pure, to be jitted.
+    """draw(weights, request) -> images uint8 [n h w 3]; pure, to be jitted.
 
     Args:
         networks: unet, vae, text_encoder and, for SDXL, text_encoder_2; `weights` has their parameters by the same
@@ -55,79 +74,102 @@ def draw_function(networks: Mapping[str, Network], scheduler: Mapping[str, Any],
         scheduler: diffusers' scheduler_config.json.
 
     Raises:
-        ValueError: for a model that draws in another way (inpainting, LCM), a size that is no whole number of latents,
-            or what the schedule does not allow; when called, for guidance without negative_ids (but SDXL's may be
-            absent) and a key that is not threefry.
+        ValueError: for a size that is no whole number of latents, a network that draws in another way (editing), or what
+            the schedule does not allow; when called, for guidance without negative_ids.
     """
     _check(networks, config)
-    plan = make_plan(scheduler, config.sampler, config.num_inference_steps)
-    vae = networks["vae"]
+    unet, vae = networks["unet"], _exact(networks["vae"], networks)
+    sampler, strength = config.sampler or sampler_name(scheduler), 1.0 if config.strength is None else config.strength
+    plan = make_plan(scheduler, sampler, config.num_inference_steps, eta=config.eta, strength=strength)
     latent = (config.height // vae.config.downscale, config.width // vae.config.downscale, vae.config.latent_channels)
+    factor = vae.config.scaling_factor
+    # A model that has learnt to answer as guidance would is told the scale instead.
+    distilled = unet.config.time_cond_proj_dim
 
-    def draw(weights: Mapping[str, Params], key: jax.Array, request: Request) -> jax.Array:
-        def predict(x: jax.Array, t: jax.Array, condition: Condition) -> jax.Array:
-            return networks["unet"].apply(weights["unet"], x, t, *condition)
+    def draw(weights: Mapping[str, Params], request: Request) -> jax.Array:
+        _check_request(request, config, vae)
+        encode = lambda images: vae.apply(weights["vae"], images, method="encode").mean * factor
+        keys = jax.vmap(jax.random.key)(request["seed"])
+        added = _inpainting(encode, request) if inpaints(networks) else []
+        told = {}
+        if distilled is not None:
+            told = {"timestep_cond": guidance_embedding(config.guidance_scale, distilled, len(keys))}
 
+        def predict(x: jax.Array, t: jax.Array, condition: Any) -> jax.Array:
+            (states, conditioning), extra, more = condition
+            return unet.apply(weights["unet"], jnp.concatenate([x, *extra], axis=-1), t, states, conditioning, **more)
+
+        scale = config.guidance_scale if distilled is None else 1.0
         positive = _condition(networks, weights, request, "input_ids", config)
-        negative = positive
-        if config.guidance_scale > 1:
-            negative = _negative(networks, weights, request, positive, config)
-        denoise = guided(predict, positive, negative, config.guidance_scale)
-        x = begin(plan, initial_latents(key, request["index"], latent))
-        latents = sample(denoise, x, plan, lambda number: step_noise(key, request["index"], latent, number))
-        images = vae.apply(weights["vae"], latents / vae.config.scaling_factor, method="decode").astype(jnp.float32)
-        return to_uint8(images)
+        negative = _negative(networks, weights, request, config) if scale > 1 else positive
+        denoise = guided(predict, (positive, added, told), (negative, added, told), scale, config.guidance_rescale)
+        noise = request["latents"] if "latents" in request else initial_latents(keys, latent)
+        # With an inpainting model, full strength begins with noise alone.
+        of_image = config.strength is not None and (config.strength < 1 or not added)
+        first = begin(plan, noise, encode(from_uint8(request["image"])) if of_image else None)
+        latents = sample(denoise, first, plan, lambda step: step_noise(keys, step, latent)) / factor
+        decode = lambda x: vae.apply(weights["vae"], x, method="decode").astype(jnp.float32)
+        return to_uint8(jax.lax.map(lambda x: decode(x[None])[0], latents) if config.vae_slicing else decode(latents))
 
     return draw
 
 
+@functools.lru_cache(maxsize=8)
+def compiled_draw(networks: tuple[tuple[str, Network], ...], scheduler: str, config: DrawConfig) -> Draw:
+    """`draw_function` jitted, and made once; `scheduler` is JSON."""
+    return jax.jit(draw_function(dict(networks), json.loads(scheduler), config))
+
+
 def requests(
-    pipeline: Pipeline, prompts: Sequence[str], negative_prompts: Sequence[str] | None = None, *, first: int = 0
+    pipeline: "Pipeline", prompts: Sequence[str], negative_prompts: Sequence[str] | None = None, *, seeds: Sequence[int]
 ) -> dict[str, np.ndarray]:
-    """The request of these prompts, for images number `first`, `first` + 1, ...
+    """The request of these prompts, without images to begin with.
 
     Args:
-        negative_prompts: one for each prompt. None is the empty prompt, or zeros in the text's place for a pipeline
-            that asks for them (force_zeros_for_empty_prompt; SDXL's do): diffusers' rule.
+        negative_prompts: one for each prompt. An empty one is the text of no words or, in a pipeline that asks for it
+            (force_zeros_for_empty_prompt; SDXL's do), zeros in the text's place.
+        seeds: one for each prompt, 0 to 2^32 - 1.
 
     Raises:
-        ValueError: if the two are not of one length.
+        ValueError: if the three are not of one length, or a seed is out of range.
     """
-    if negative_prompts is not None and len(negative_prompts) != len(prompts):
-        raise ValueError(f"{len(negative_prompts)} negative prompts for {len(prompts)} prompts; allowed: one for each, or none")
-    request = {"index": np.arange(first, first + len(prompts), dtype=np.int32)}
-    zeros = pipeline.text_encoder_2 is not None and pipeline.index.get("force_zeros_for_empty_prompt", True)
-    if negative_prompts is None and not zeros:
-        negative_prompts = [""] * len(prompts)
+    given = list(negative_prompts or [""] * len(prompts))
+    for name, values in (("negative prompts", given), ("seeds", seeds)):
+        if len(values) != len(prompts):
+            raise ValueError(f"{len(values)} {name} for {len(prompts)} prompts; allowed: one for each")
+    if wrong := [seed for seed in seeds if not 0 <= seed < 2**32]:
+        raise ValueError(f"seed={wrong[0]} is out of range (allowed: 0 to {2**32 - 1})")
+    request = {"seed": np.asarray(seeds, np.uint32)}
+    if pipeline.text_encoder_2 is not None and pipeline.index.get("force_zeros_for_empty_prompt", True):
+        request["negative_zeros"] = np.array([not negative for negative in given])
     for suffix, tokenizer in (("", pipeline.tokenizer), ("_2", pipeline.tokenizer_2)):
         if tokenizer is not None:
             request[f"input_ids{suffix}"] = tokenizer(prompts)
-            if negative_prompts is not None:
-                request[f"negative_ids{suffix}"] = tokenizer(negative_prompts)
+            request[f"negative_ids{suffix}"] = tokenizer(given)
     return request
 
 
-def initial_latents(key: jax.Array, index: jax.Array, shape: tuple[int, int, int]) -> jax.Array:
-    """Standard normal float32 [n *shape], each image's from the key and its number in index (int32 [n]) alone.
-
-    Raises:
-        ValueError: if the key is not threefry.
-    """
-    keys = purpose_keys(key, index, Purpose.INITIAL_LATENTS)
-    return jax.vmap(lambda k: jax.random.normal(k, shape, jnp.float32))(keys)
+def initial_latents(keys: jax.Array, shape: tuple[int, int, int]) -> jax.Array:
+    """Standard normal float32 [n *shape], each image's from its own key, jax.random.key(seed)."""
+    return _normal(keys, Purpose.INITIAL_LATENTS, 0, shape)
 
 
-def step_noise(key: jax.Array, index: jax.Array, shape: tuple[int, int, int], number: jax.Array) -> jax.Array:
-    """What a stochastic sampler adds at step `number` (int32 []); like `initial_latents` each image's own."""
-    keys = purpose_keys(key, index, Purpose.SAMPLER_STEP)
-    return jax.vmap(lambda k: jax.random.normal(jax.random.fold_in(k, number), shape, jnp.float32))(keys)
+def step_noise(keys: jax.Array, step: Any, shape: tuple[int, int, int]) -> jax.Array:
+    """What a stochastic sampler adds at a step (its number, int32 []); like `initial_latents` each image's own."""
+    return _normal(keys, Purpose.SAMPLER_STEP, step, shape)
+
+
+def _normal(keys: jax.Array, purpose: Purpose, step: Any, shape: tuple[int, ...]) -> jax.Array:
+    keys = jax.vmap(lambda key: jax.random.fold_in(jax.random.fold_in(key, int(purpose)), step))(keys)
+    return jax.vmap(lambda key: jax.random.normal(key, shape, jnp.float32))(keys)
 
 
 def _condition(
     networks: Mapping[str, Network], weights: Mapping[str, Params], request: Request, name: str, config: DrawConfig
 ) -> Condition:
     ids = {key.replace(name, "input_ids"): value for key, value in request.items() if key.startswith(name)}
-    states, pooled = encode_text(networks, weights, ids)
+    # As in diffusers, what the image is guided away from is read whole.
+    states, pooled = encode_text(networks, weights, ids, config.clip_skip if name == "input_ids" else 0)
     if pooled is None:
         return states, None
     size = (config.height, config.width)
@@ -136,36 +178,69 @@ def _condition(
 
 
 def _negative(
-    networks: Mapping[str, Network],
-    weights: Mapping[str, Params],
-    request: Request,
-    positive: Condition,
-    config: DrawConfig,
+    networks: Mapping[str, Network], weights: Mapping[str, Params], request: Request, config: DrawConfig
 ) -> Condition:
     """What the image is guided away from."""
-    if "negative_ids" in request:
-        return _condition(networks, weights, request, "negative_ids", config)
-    states, added = positive
-    if added is None:
+    if "negative_ids" not in request:
         raise ValueError(
             f"guidance_scale={config.guidance_scale} needs negative_ids in the request, if only of the empty prompt"
         )
+    states, added = _condition(networks, weights, request, "negative_ids", config)
+    if added is None or "negative_zeros" not in request:
+        return states, added
     # SDXL was trained with zeros for no text; the sizes stay.
-    return jnp.zeros_like(states), {**added, "text_embeds": jnp.zeros_like(added["text_embeds"])}
+    zeros = request["negative_zeros"][:, None]
+    blank = lambda x, where: jnp.where(where, jnp.zeros_like(x), x)
+    return blank(states, zeros[..., None]), {**added, "text_embeds": blank(added["text_embeds"], zeros)}
+
+
+def inpaints(networks: Mapping[str, Network]) -> bool:
+    """Whether the UNet is also shown a mask and the image around it."""
+    return networks["unet"].config.in_channels == 2 * networks["vae"].config.latent_channels + 1
+
+
+def _inpainting(encode: Callable[[jax.Array], jax.Array], request: Request) -> list[jax.Array]:
+    """The mask [n h/8 w/8 1] and the latents of the image without what it hides, which the UNet sees beside its own."""
+    mask = (request["mask"] >= 0.5).astype(jnp.float32)
+    around = encode(from_uint8(request["image"]) * (1 - mask))
+    stride = mask.shape[1] // around.shape[1]
+    return [mask[:, ::stride, ::stride], around]
+
+
+def _exact(vae: Network, networks: Mapping[str, Network]) -> Network:
+    """SDXL's autoencoder in float32 where its configuration asks for that, as diffusers decodes it."""
+    upcast = "text_encoder_2" in networks and vae.config.force_upcast
+    return vae.with_compute(dataclasses.replace(vae.compute, dtype=jnp.dtype(jnp.float32))) if upcast else vae
+
+
+def _check_request(request: Request, config: DrawConfig, vae: Network) -> None:
+    n, side, down = len(request["seed"]), (config.height, config.width), vae.config.downscale
+    latent = (n, side[0] // down, side[1] // down, vae.config.latent_channels)
+    for name, shape in (("image", (n, *side, 3)), ("mask", (n, *side, 1)), ("latents", latent)):
+        if name in request and request[name].shape != shape:
+            raise ValueError(f"{name} of shape {list(request[name].shape)} is not supported; allowed: {list(shape)}")
+    if config.strength is not None and "image" not in request:
+        raise ValueError(f"strength={config.strength} is of a change of an image, and none is given")
 
 
 def _check(networks: Mapping[str, Network], config: DrawConfig) -> None:
     unet, vae = networks["unet"].config, networks["vae"].config
-    if unet.in_channels != vae.latent_channels:
+    if unet.in_channels != vae.latent_channels and not inpaints(networks):
         raise ValueError(
-            f"the unet's in_channels={unet.in_channels} are those of a model that draws into an image (inpainting, "
-            f"editing), not from text alone; allowed: the vae's latent_channels={vae.latent_channels}"
+            f"the unet's in_channels={unet.in_channels} are those of a model for editing; allowed: the vae's "
+            f"latent_channels={vae.latent_channels}, or {2 * vae.latent_channels + 1} for inpainting"
         )
     if unet.out_channels != vae.latent_channels:
         raise ValueError(f"the unet's out_channels={unet.out_channels} are not supported; allowed: {vae.latent_channels}")
-    if unet.time_cond_proj_dim is not None:
-        raise ValueError(f"time_cond_proj_dim={unet.time_cond_proj_dim}: LCM models are not supported; allowed: null")
     for key in ("height", "width"):
         pixels = getattr(config, key)
         if pixels < 1 or pixels % vae.downscale:
             raise ValueError(f"{key}={pixels} is not supported; allowed: positive multiples of {vae.downscale}")
+    for name, network in networks.items():
+        layers = getattr(network.config, "num_hidden_layers", None)
+        if layers is not None and not 0 <= config.clip_skip < layers - ("text_encoder_2" in networks):
+            raise ValueError(f"clip_skip={config.clip_skip} is too many for the {name}'s {layers} layers")
+    if inpaints(networks) and config.strength is None:
+        raise ValueError(
+            f"the unet's in_channels={unet.in_channels} are those of an inpainting model: image and mask are needed"
+        )

@@ -1,69 +1,305 @@
-"""Draw a prompt with a run's pipeline, or with any other.
+"""Draw prompts with the weights of a run, or of any pipeline; what stands there already is not drawn again.
 
-python generate.py configs/base14.yml run_name=my_run output_dir=runs prompt="a red heart"
-python generate.py configs/base14.yml prompt="a red heart"     # pretrained_model_name_or_path
+    python generate.py configs/base14.yml run_name=my_run output_dir=runs prompt="a red heart" [step=1000]
+    python generate.py configs/base14.yml pretrained_model_name_or_path=FOLDER output_dir=images prompts_file=prompts.txt
+
+Images go to the run's images/, or to output_dir. Each is named after its prompt and its seed, and carries all that it
+was made of.
 """
 
-from collections.abc import Sequence
+import dataclasses
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from PIL import Image
 
 from maxdiff import build, command
+from maxdiff.checkpoint import Checkpoints, has_checkpoints
 from maxdiff.config import Config
-from maxdiff.draw import requests
-from maxdiff.images import write_png
+from maxdiff.diffusion.sampler_config import sampler_name
+from maxdiff.draw import DrawConfig, inpaints, requests
+from maxdiff.gradients import outputs_function
+from maxdiff.images import grid, read_image, read_mask, read_texts, write_png
+from maxdiff.models.network import Params, unflatten
 from maxdiff.pipeline import WEIGHTS, Pipeline
-from maxdiff.task import make_compute
+from maxdiff.processes import agreed, say, start, wait_for_all
+from maxdiff.prompts import Wanted, wanted
+from maxdiff.sharding import Layout
+from maxdiff.task import make_compute, make_task
+
+# As other tools spell them in a PNG's `parameters`.
+SPELLED = {"ddpm": "DDPM", "ddim": "DDIM", "pndm": "PLMS", "euler": "Euler", "euler_ancestral": "Euler a", "heun": "Heun",
+           "lms": "LMS", "dpmpp_2m": "DPM++ 2M", "dpmpp_2m_sde": "DPM++ 2M SDE", "unipc": "UniPC", "lcm": "LCM"}  # fmt: skip
+SHEET = 100  # images at most on the contact sheet
+WRITERS = 4  # threads that write PNGs
+SECONDS = 10  # between two lines of progress
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command line."""
-    return command.run("generate.py", argv, generate)
+    """The command line: as train.py's, and step=N for another checkpoint of a run than the latest."""
+    rest, step = command.split_step(argv)
+
+    def action(config: Config) -> None:
+        start(config.run)
+        generate(_of_run(config, rest), step())
+
+    return command.run("generate.py", rest, action)
 
 
-def generate(config: Config) -> Path:
-    """Draw `prompt` and write the image; returns its path.
+def _of_run(config: Config, argv: Sequence[str]) -> Config:
+    """A run's own configuration, as far as it says what the run is; where and on what it draws is said here."""
+    saved = command.saved_config(config, argv)
+    return config if saved is None else dataclasses.replace(saved, run=config.run, mesh=config.mesh)
+
+
+def generate(config: Config, step: int | None = None) -> list[Path]:
+    """Draw what the configuration asks for; returns the images' paths, in order.
+
+    Args:
+        step: the checkpoint of a run; by default its latest.
 
     Raises:
         ValueError, OSError: for what is wrong with the configuration, before anything is drawn.
     """
-    build.require(config, "prompt")
-    sampling, seed = config.sampling, config.run.seed
-    of_run = bool(config.run.run_name)
-    source = config.run.folder / "pipeline" if of_run else config.model.pretrained_model_name_or_path
-    # The frozen parts lie there from the start of training, the UNet's weights since the first export.
-    if of_run and not (config.run.folder / "pipeline" / "unet" / f"{WEIGHTS['unet']}.safetensors").is_file():
-        raise FileNotFoundError(f"{source} is no whole pipeline yet: has the run {config.run.run_name!r} ended?")
-    if not source:
-        raise ValueError("run_name and output_dir, or pretrained_model_name_or_path, is required")
+    started = time.perf_counter()
+    images = wanted(config.sampling, config.run.seed)
     build.use_cache(config)
     layout = build.layout_of(config)
+    pipeline, model = load(config, layout, step)
+    strength = _strength(config, pipeline, images)
+    networks = {name: part.network for name, part in pipeline.networks()}
+    draw = build.make_draw(config, networks, pipeline.scheduler, strength)
+    folder = config.run.folder / "images" if config.run.run_name else Path(config.run.output_dir or ".").expanduser()
+    texts = [_texts(config, pipeline, image, model, strength) for image in images]
+    missing = _missing(folder, images, texts)
+    _tell_cut(pipeline, images)
+
+    # One program, for as many images as the devices take at once.
+    at_once = config.batch.per_device_batch_size * build.batch_shards(layout.mesh)
+    weights = {name: jax.device_put(part.params, layout.shardings(part.network)) for name, part in pipeline.networks()}
+    specs: Params = {name: unflatten(layout.specs(network).items()) for name, network in networks.items()}
+    on_params: Any = lambda params, _, request: draw(params, request)
+    program = jax.jit(outputs_function(on_params, layout.mesh, specs))
+    pace = _Pace(len(missing), started)
+    with ThreadPoolExecutor(WRITERS) as writers:
+        writing: list[Future[None]] = []
+        for rows, drawn in _ahead(program, weights, _batches(config, layout, pipeline, images, missing, at_once, strength)):
+            for at, image in _own(drawn):
+                if at < len(rows):
+                    writing.append(writers.submit(write_png, folder / images[rows[at]].file, image, texts[rows[at]]))
+            pace.step(len(rows))
+            while len(writing) > 4 * at_once:
+                writing.pop(0).result()
+        for future in writing:
+            future.result()
+    wait_for_all("drawn")
+    pace.end(len(images) - len(missing))
+    paths = [folder / image.file for image in images]
+    _show(folder, paths)
+    return paths
+
+
+def load(config: Config, layout: Layout, step: int | None) -> tuple[Pipeline, str]:
+    """The pipeline to draw with, on the mesh, and what it is called.
+
+    1. A run's checkpoint: its average weights, unless use_ema=false.
+    2. A run's pipeline/, if it has no checkpoint (any more).
+    3. pretrained_model_name_or_path and the sources of parts.
+
+    Raises:
+        FileNotFoundError, ValueError: if there is nothing of the kind, or it cannot be read.
+    """
+    run, model = config.run, config.model
+    if run.run_name and has_checkpoints(run.folder / "checkpoints"):
+        return _of_checkpoint(config, layout, step)
+    if run.run_name:
+        whole = (run.folder / "pipeline" / "unet" / f"{WEIGHTS['unet']}.safetensors").is_file()
+        if step is not None or not whole:
+            raise FileNotFoundError(f"the run {run.folder} has no checkpoint" + ("" if step is None else f" step={step}"))
+    elif step is not None:
+        raise ValueError(f"step={step} is of a run (run_name and output_dir are required)")
+    source = str(run.folder / "pipeline") if run.run_name else model.pretrained_model_name_or_path
+    if not source and not (model.sources or model.new):
+        raise ValueError("run_name and output_dir, or pretrained_model_name_or_path, is required")
+    own: dict[str, Any] = {} if run.run_name else {
+        "revision": model.revision or None, "variant": model.variant or None, "from_pt": model.from_pt,
+        "sources": model.sources, "new": model.new, "seed": run.seed,
+    }  # fmt: skip
     pipeline = Pipeline.load(
         source,
-        sources=config.model.sources if not of_run else None,
         prediction_type=config.objective.prediction_type or None,
-        dtype=jnp.dtype(config.model.weights_dtype),
+        dtype=jnp.dtype(model.weights_dtype),
         compute=make_compute(config, layout),
+        placement=layout.place,
+        **own,
     )
-    networks = {name: part.network for name, part in pipeline.networks()}
-    draw = build.make_draw(config, networks, pipeline.scheduler)
-    request = requests(pipeline, [sampling.prompt], [sampling.negative_prompt] if sampling.negative_prompt else None)
-    weights = {name: part.params for name, part in pipeline.networks()}
-    image = np.asarray(jax.jit(draw)(weights, jax.random.key(seed), request))[0]
-    folder = config.run.folder / "images" if of_run else Path(config.run.output_dir or ".")
-    path = folder / f"{_name(sampling.prompt)}-{seed}.png"
-    write_png(path, image, {
-        "prompt": sampling.prompt, "negative_prompt": sampling.negative_prompt, "seed": str(seed), "sampler": "DDIM",
-        "steps": str(sampling.num_inference_steps), "guidance_scale": str(sampling.guidance_scale), "model": str(source),
-    })  # fmt: skip
-    print(f"wrote {path}", flush=True)
-    return path
+    return pipeline, run.run_name or Path(source).stem
 
 
-def _name(prompt: str) -> str:
-    """A file's name from a prompt."""
-    kept = "".join(c if c.isalnum() else "-" for c in prompt.lower())
-    return "-".join(filter(None, kept.split("-")))[:60] or "image"
+def _of_checkpoint(config: Config, layout: Layout, step: int | None) -> tuple[Pipeline, str]:
+    if config.model.train_vae:
+        raise ValueError(f"the run {config.run.folder} trains an autoencoder, which draws nothing")
+    with Checkpoints(config.run.folder / "checkpoints", read_only=True) as checkpoints:
+        step = checkpoints.steps()[-1] if step is None else step
+        task = make_task(config, layout, config.run.folder / "pipeline")
+        whole = build.abstract_of(config, layout, task, build.make_adam(config, build.make_rates(config, task)))
+        average = config.optimizer.use_ema
+        # Laid as the parameters are, whatever shard_optimizer says: here nothing is updated.
+        lay: Any = lambda leaf, like: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=like.sharding)
+        part: Any = dataclasses.replace(
+            jax.tree.map(lambda _: None, whole),
+            **({"ema": jax.tree.map(lay, whole.ema, whole.params)} if average else {"params": whole.params}),
+        )
+        state = checkpoints.restore(step, part, part=True)
+    return task.pipeline(state.ema if average else state.params), f"{config.run.run_name}-{step}"
+
+
+def _strength(config: Config, pipeline: Pipeline, images: Sequence[Wanted]) -> float | None:
+    """The share of the steps that is made of images that begin with one; None where none does."""
+    of_image, of_mask = (sum(bool(getattr(image, key)) for image in images) for key in ("image", "mask"))
+    paints = inpaints({"unet": pipeline.unet.network, "vae": pipeline.vae.network})
+    for key, count in (("image", of_image), ("mask", of_mask)):
+        if count not in (0, len(images)):
+            raise ValueError(f"{key} is given for {count} of {len(images)} images; allowed: for all or none")
+    if paints != bool(of_mask):
+        raise ValueError("this is an inpainting model: mask is required, and image" if paints else
+                         "mask is for inpainting models, whose unet has in_channels=9; this one has "
+                         f"{pipeline.unet.network.config.in_channels}")  # fmt: skip
+    if of_mask and not of_image:
+        raise ValueError("mask is given without image")
+    if not of_image:
+        return None
+    given = config.sampling.strength
+    return (1.0 if paints else 0.8) if given == -1 else given
+
+
+def _texts(config: Config, pipeline: Pipeline, image: Wanted, model: str, strength: float | None) -> dict[str, str]:
+    """What a PNG says of itself: each setting, and all of them in `parameters`, as other tools read them."""
+    drawn: DrawConfig = build.draw_config(config, strength)
+    sampler = drawn.sampler or sampler_name(pipeline.scheduler)
+    texts = {
+        "prompt": image.prompt, "negative_prompt": image.negative_prompt, "seed": str(image.seed), "sampler": sampler,
+        "steps": str(drawn.num_inference_steps), "guidance_scale": str(drawn.guidance_scale), "model": model,
+        "size": f"{drawn.width}x{drawn.height}",
+    }  # fmt: skip
+    scheduler = build.sampler_keys(config, pipeline.scheduler)
+    usual = {"guidance_rescale": drawn.guidance_rescale, "eta": drawn.eta, "clip_skip": drawn.clip_skip, "image": image.image,
+             "mask": image.mask, "strength": strength or "", "use_karras_sigmas": scheduler.get("use_karras_sigmas") or "",
+             "timestep_spacing": config.sampling.timestep_spacing}  # fmt: skip
+    texts |= {key: str(value) for key, value in usual.items() if value}
+    named = {"Steps": texts["steps"], "Sampler": SPELLED[sampler] + (" Karras" if "use_karras_sigmas" in texts else ""),
+             "CFG scale": f"{drawn.guidance_scale:g}", "Seed": texts["seed"], "Size": texts["size"],
+             "Model": model}  # fmt: skip
+    named |= {"Denoising strength": f"{strength:g}"} if strength is not None else {}
+    # There it counts the layers from the end, from 1.
+    named |= {"Clip skip": str(drawn.clip_skip + 1)} if drawn.clip_skip else {}
+    lines = [image.prompt, *([f"Negative prompt: {image.negative_prompt}"] if image.negative_prompt else [])]
+    return {"parameters": "\n".join([*lines, ", ".join(f"{key}: {value}" for key, value in named.items())]), **texts}
+
+
+def _missing(folder: Path, images: Sequence[Wanted], texts: Sequence[Mapping[str, str]]) -> list[int]:
+    """Which images are not there yet, made of just this; the first process looks."""
+    there = [read_texts(folder / image.file) == text for image, text in zip(images, texts, strict=True)]
+    return [i for i, found in enumerate(agreed(np.array(there))) if not found]
+
+
+def _tell_cut(pipeline: Pipeline, images: Sequence[Wanted]) -> None:
+    """Say which prompts are too long to be read whole."""
+    long = {text: rest for image in images for text in (image.prompt, image.negative_prompt)
+            if len(text) > 70 and (rest := pipeline.tokenizer.cut(text))}  # fmt: skip
+    for text, rest in list(long.items())[:3]:
+        say(f"{text[:40]!r}... has {pipeline.tokenizer.length(text)} tokens, and {pipeline.tokenizer.max_length} are read; "
+            f"this is cut off: {rest!r}")  # fmt: skip
+    if len(long) > 3:
+        say(f"{len(long) - 3} other prompts are cut too")
+
+
+def _batches(config: Config, layout: Layout, pipeline: Pipeline, images: Sequence[Wanted], missing: Sequence[int], at_once: int,
+             strength: float | None) -> Iterator[tuple[list[int], dict[str, jax.Array]]]:  # fmt: skip
+    """(numbers of the images, their request on the devices); the last request is filled up with its last image."""
+    drawn = build.draw_config(config, strength)
+    for first in range(0, len(missing), at_once):
+        rows = list(missing[first : first + at_once])
+        some = [images[i] for i in rows + rows[-1:] * (at_once - len(rows))]
+        request = requests(pipeline, [x.prompt for x in some], [x.negative_prompt for x in some], seeds=[x.seed for x in some])
+        if strength is not None:
+            request["image"] = np.stack([read_image(x.image, drawn.height, drawn.width) for x in some])
+        if some[0].mask:
+            request["mask"] = np.stack([read_mask(x.mask, drawn.height, drawn.width) for x in some])
+        yield rows, build.whole_request(layout.mesh, request)
+
+
+def _ahead(
+    program: Any, weights: Any, batches: Iterable[tuple[list[int], dict[str, jax.Array]]]
+) -> Iterator[tuple[list[int], jax.Array]]:
+    """Each batch's images, while the devices draw the next."""
+    before = None
+    for rows, request in batches:
+        drawn = rows, program(weights, {}, request)
+        if before is not None:
+            yield before
+        before = drawn
+    if before is not None:
+        yield before
+
+
+def _own(drawn: jax.Array) -> Iterator[tuple[int, np.ndarray]]:
+    """(row, image uint8 [h w 3]) of the rows that this process has, and has first."""
+    for shard in drawn.addressable_shards:
+        if shard.replica_id == 0:
+            yield from enumerate(np.asarray(shard.data), shard.index[0].start or 0)
+
+
+class _Pace:
+    """How fast images come: a line now and then, and one at the end."""
+
+    def __init__(self, total: int, started: float):
+        self._total, self._started = total, started
+        self._done, self._at_first, self._first, self._said = 0, 0, 0.0, 0.0
+
+    def step(self, images: int) -> None:
+        """So many more are drawn."""
+        now = time.perf_counter()
+        if not self._done:
+            self._first, self._said, self._at_first = now, now, images
+            say(f"the first {_images(images)} after {now - self._started:.1f} s")
+        self._done += images
+        if now - self._said > SECONDS and self._done > self._at_first:
+            rate = self._rate(now)
+            say(f"{self._done}/{self._total} images, {rate:.3g} images/s, {(self._total - self._done) / rate:.0f} s left")
+            self._said = now
+
+    def end(self, skipped: int) -> None:
+        """All are written."""
+        parts = [f"{_images(self._done)} drawn"] if self._done else []
+        if self._done and self._done > self._at_first:
+            parts.append(f"{self._rate(time.perf_counter()):.3g} images/s after the first")
+        parts += [f"{_images(skipped)} there already"] if skipped else []
+        say(", ".join(parts))
+
+    def _rate(self, now: float) -> float:
+        return (self._done - self._at_first) / (now - self._first)
+
+
+def _images(count: int) -> str:
+    return "1 image" if count == 1 else f"{count} images"
+
+
+def _show(folder: Path, paths: Sequence[Path]) -> None:
+    """Say where they are and, of several, make a contact sheet."""
+    if jax.process_index() or len(paths) == 1:
+        say(f"wrote {paths[0]}")
+        return
+    shown = paths[:SHEET]
+    images = []
+    for path in shown:
+        with Image.open(path) as image:
+            images.append(np.asarray(image.convert("RGB")))
+    write_png(folder / "sheet.png", grid(np.stack(images)))
+    say(f"wrote {folder}; {len(shown)} of {len(paths)} are on {folder / 'sheet.png'}")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, PngImagePlugin
+from PIL import Image, ImageOps, PngImagePlugin
 
 from maxdiff.weights.tensors import write_atomically
 
@@ -35,6 +35,40 @@ def grid(images: np.ndarray, columns: int | None = None) -> np.ndarray:
         top, left = i // columns * (h + GAP), i % columns * (w + GAP)
         sheet[top : top + h, left : left + w] = image
     return sheet
+
+
+def read_image(path: str | Path, height: int, width: int) -> np.ndarray:
+    """An image file as uint8 [height width 3]: its middle, scaled to cover that; transparent pixels are white.
+
+    Raises:
+        ValueError, OSError: if it cannot be read.
+    """
+    return np.asarray(_read(path, "RGBA", (height, width), Image.Resampling.LANCZOS))
+
+
+def read_mask(path: str | Path, height: int, width: int) -> np.ndarray:
+    """A mask file as float32 [height width 1], 0 to 1, of its lightness; fitted as `read_image` fits."""
+    return np.asarray(_read(path, "L", (height, width), Image.Resampling.BILINEAR), np.float32)[..., None] / 255
+
+
+def _read(path: str | Path, mode: str, size: tuple[int, int], resampling: Image.Resampling) -> Image.Image:
+    try:
+        with Image.open(Path(path).expanduser()) as image:
+            image = ImageOps.exif_transpose(image).convert(mode)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read as an image: {error}") from None
+    if mode == "RGBA":
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
+    return ImageOps.fit(image, (size[1], size[0]), resampling)
+
+
+def read_texts(path: Path) -> dict[str, str]:
+    """The texts of a PNG that `write_png` wrote, which stand before its pixels; {} if there is none."""
+    try:
+        with Image.open(path) as image:
+            return {str(key): value for key, value in image.info.items() if isinstance(value, str)}
+    except OSError:
+        return {}
 
 
 def write_png(path: Path, image: np.ndarray, metadata: Mapping[str, str] | None = None) -> None:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from maxdiff.build import batch_part, batch_sharding, batch_shards, make_draw, open_examples, place, trained_specs
+from maxdiff import build
 from maxdiff.config import Config
 from maxdiff.data.pipeline import Batch, BatchPlan, load_batch
 from maxdiff.data.sources import Source
@@ -44,11 +44,11 @@ def make_judge(config: Config, layout: Layout, task: Task, key: jax.Array) -> Ju
     """
     examples: list[Batch] = []
     if config.data.eval_data_dir:
-        examples = held_out_batches(config, layout, task, open_examples(config, "eval_data_dir"))
+        examples = held_out_batches(config, layout, task, build.open_examples(config, "eval_data_dir"))
     if config.model.train_vae:
         draw = _reconstructions(layout, task, examples) if examples else None
     else:
-        draw = _drawings(config, layout, task, key) if config.sampling.validation_prompts else None
+        draw = _drawings(config, layout, task) if config.sampling.validation_prompts else None
     sums = sums_of(task.measures, layout, task)
 
     def judge(step: int, state: TrainState, metrics: Metrics) -> None:
@@ -80,8 +80,8 @@ def held_out_batches(config: Config, layout: Layout, task: Task, source: Source)
 
     The last is filled up with other examples, whose `counted` is 0.
     """
-    at_once = config.batch.per_device_batch_size * batch_shards(layout.mesh)
-    part, parts = batch_part(layout.mesh)
+    at_once = config.batch.per_device_batch_size * build.batch_shards(layout.mesh)
+    part, parts = build.batch_part(layout.mesh)
     plan = BatchPlan(0, at_once, config.data.resolution, process_index=part, process_count=parts)
     examples = min(config.data.eval_examples, len(source))
     loaded = []
@@ -99,7 +99,7 @@ def sums_of(measures: Measures, layout: Layout, task: Task) -> Any:
     def counted(params: Params, constants: Any, batch: Any) -> dict[str, jax.Array]:
         return {**measures(params, constants, batch), "counted": batch["counted"]}
 
-    return jax.jit(sums_function(counted, layout.mesh, trained_specs(layout, task)))
+    return jax.jit(sums_function(counted, layout.mesh, build.trained_specs(layout, task)))
 
 
 def mean_of(sums: Any, weights: Params, task: Task, batches: list[Batch], layout: Layout, key: jax.Array) -> dict[str, float]:
@@ -107,7 +107,7 @@ def mean_of(sums: Any, weights: Params, task: Task, batches: list[Batch], layout
     total: dict[str, float] = {}
     constants = {**task.constants, "key": jax.random.fold_in(key, HELD_OUT)}
     for batch in batches:
-        found = sums(weights, constants, place(batch_sharding(layout.mesh), batch))
+        found = sums(weights, constants, build.place(build.batch_sharding(layout.mesh), batch))
         for name, value in jax.device_get(found).items():
             total[name] = total.get(name, 0.0) + float(value)
     examples = total.pop("counted")
@@ -122,20 +122,19 @@ def latent_scale(config: Config, layout: Layout, task: Task, weights: Params, so
     return float((measured["square"] - measured["mean"] ** 2) ** -0.5)
 
 
-def _drawings(config: Config, layout: Layout, task: Task, key: jax.Array) -> Draw:
-    """The validation prompts, each always from the same noise."""
+def _drawings(config: Config, layout: Layout, task: Task) -> Draw:
+    """The validation prompts, each always from the same noise: that which generate.py draws it from."""
     sampling = config.sampling
     prompts = list(sampling.validation_prompts)
     # Filled up, so that every device draws as many.
-    wanted = len(prompts) + -len(prompts) % batch_shards(layout.mesh)
+    wanted = len(prompts) + -len(prompts) % build.batch_shards(layout.mesh)
     filled = prompts + prompts[-1:] * (wanted - len(prompts))
-    negative = [sampling.negative_prompt] * wanted if sampling.negative_prompt else None
-    request = requests(task.pipeline({name: {} for name in task.trained}), filled, negative)
-    draw = make_draw(config, task.networks, task.scheduler)
-    outputs = _outputs(lambda p, c, b: draw({**c["frozen"], **p}, c["key"], b), layout, task)
-    split = batch_sharding(layout.mesh)
-    placed = {name: jax.make_array_from_callback(x.shape, split, lambda at, x=x: x[at]) for name, x in request.items()}
-    return lambda weights: (np.asarray(outputs(weights, {**task.constants, "key": key}, placed))[: len(prompts)], None)
+    request = requests(task.pipeline({name: {} for name in task.trained}), filled, [sampling.negative_prompt] * wanted,
+                       seeds=[config.run.seed + i for i in range(wanted)])  # fmt: skip
+    draw = build.make_draw(config, task.networks, task.scheduler)
+    outputs = _outputs(lambda p, c, b: draw({**c["frozen"], **p}, b), layout, task)
+    placed = build.whole_request(layout.mesh, request)
+    return lambda weights: (np.asarray(outputs(weights, task.constants, placed))[: len(prompts)], None)
 
 
 def _reconstructions(layout: Layout, task: Task, examples: list[Batch]) -> Draw:
@@ -147,9 +146,10 @@ def _reconstructions(layout: Layout, task: Task, examples: list[Batch]) -> Draw:
         return jnp.stack([batch["image"], to_uint8(reconstruct(task.networks["vae"], params["vae"], images))], 1)
 
     outputs = _outputs(pair, layout, task)
+    placed = build.place(build.batch_sharding(layout.mesh), examples[0])
 
     def draw(weights: Params) -> tuple[np.ndarray, int]:
-        pairs = np.asarray(outputs(weights, task.constants, place(batch_sharding(layout.mesh), examples[0])))[:SHOWN]
+        pairs = np.asarray(outputs(weights, task.constants, placed))[:SHOWN]
         return np.concatenate([pairs[:, 0], pairs[:, 1]]), len(pairs)
 
     return draw
@@ -157,5 +157,5 @@ def _reconstructions(layout: Layout, task: Task, examples: list[Batch]) -> Draw:
 
 def _outputs(function: Any, layout: Layout, task: Task) -> Any:
     """(weights, constants, batch) -> what `function` makes of each example, whole on every device; jitted."""
-    outputs = outputs_function(function, layout.mesh, trained_specs(layout, task))
+    outputs = outputs_function(function, layout.mesh, build.trained_specs(layout, task))
     return jax.jit(outputs, out_shardings=NamedSharding(layout.mesh, PartitionSpec()))

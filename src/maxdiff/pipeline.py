@@ -3,14 +3,16 @@
 import dataclasses
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
+from maxdiff.draw import DrawConfig, compiled_draw, requests
 from maxdiff.models.layers import Compute
 from maxdiff.models.network import Network, Params, Placement, flatten
 from maxdiff.weights import original
@@ -122,6 +124,56 @@ class Pipeline:
         parts: dict[str, Any] = {part: Part(network, loaded[part]) for part, network in networks.items()}
         return cls(scheduler=scheduler, index=origins.index(), **parts, **tokenizers)
 
+    def generate(
+        self,
+        prompts: str | Sequence[str],
+        *,
+        steps: int = 30,
+        sampler: str | None = None,
+        guidance_scale: float = 7.5,
+        seed: int | Sequence[int] = 0,
+        negative_prompt: str | Sequence[str] = "",
+        height: int | None = None,
+        width: int | None = None,
+        latents: ArrayLike | None = None,
+        image: ArrayLike | None = None,
+        mask: ArrayLike | None = None,
+        strength: float | None = None,
+        **options: Any,
+    ) -> np.ndarray:
+        """Draw prompts -> images uint8 [n height width 3]; compiled once for each number of prompts and setting.
+
+        Args:
+            steps: of the sampler.
+            sampler: one of diffusion.solvers.SAMPLERS; by default the one that the scheduler's configuration names.
+            guidance_scale: at 1 and below the image is not guided, at half the work.
+            seed: of the first image, the others counting on from it, or one for each: 0 to 2^32 - 1.
+            negative_prompt: for all, or one for each.
+            height, width: pixels; by default what the UNet was trained at.
+            latents: standard normal float32 [n height/8 width/8 c], instead of the seeds' noise.
+            image: uint8 [n height width 3] to begin with.
+            mask: float32 [n height width 1], 1 where the image is drawn anew; for inpainting models.
+            strength: with an image, the share of the steps that are made, 0 to 1; by default 0.8, with a mask 1.
+            options: guidance_rescale, eta, clip_skip and vae_slicing of `DrawConfig`.
+
+        Raises:
+            ValueError: naming what does not fit, before anything is drawn.
+        """
+        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+        seeds = [seed + i for i in range(len(prompts))] if isinstance(seed, int) else list(seed)
+        negative = [negative_prompt] * len(prompts) if isinstance(negative_prompt, str) else list(negative_prompt)
+        height, width = (given or usual for given, usual in zip((height, width), self._size(), strict=True))
+        if image is not None and strength is None:
+            strength = 0.8 if mask is None else 1.0
+        config = DrawConfig(height, width, steps, guidance_scale, sampler=sampler, strength=strength, **options)
+        request = requests(self, prompts, negative, seeds=seeds)
+        given = {"latents": (latents, np.float32), "image": (image, np.uint8), "mask": (mask, np.float32)}
+        request |= {name: np.asarray(value, dtype) for name, (value, dtype) in given.items() if value is not None}
+        program = compiled_draw(
+            tuple((name, part.network) for name, part in self.networks()), json.dumps(self.scheduler), config
+        )
+        return np.asarray(program({name: part.params for name, part in self.networks()}, request))
+
     def save(self, folder: str | Path, *, dtype: Any = None) -> None:
         """Write a diffusers folder that `from_pretrained` loads; `dtype` converts the weights.
 
@@ -172,6 +224,14 @@ class Pipeline:
             part = getattr(self, name)
             if part is not None:
                 yield name, part
+
+    def _size(self) -> tuple[int, int]:
+        """Height and width that the UNet was trained at, in pixels; 512 where its configuration does not say."""
+        down, latents = self.vae.network.config.downscale, self.unet.network.config.sample_size
+        if latents is None:
+            return 512, 512
+        height, width = (latents, latents) if isinstance(latents, int) else latents
+        return height * down, width * down
 
     def _model_index(self) -> dict[str, Any]:
         xl, inpaint = self.text_encoder_2 is not None, self.unet.network.config.in_channels == 9

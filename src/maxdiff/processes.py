@@ -148,6 +148,11 @@ def gather(tree: Any) -> Any:
     return jax.tree.map(whole, tree)
 
 
+def agreed(value: Any) -> Any:
+    """The first process's array, on every one of them."""
+    return value if jax.process_count() == 1 else np.asarray(multihost_utils.broadcast_one_to_all(value))
+
+
 def check_shared(folder: Path) -> None:
     """Raise ValueError, on every process, unless all see the same folder: else saving would wait for ever."""
     if jax.process_count() == 1:

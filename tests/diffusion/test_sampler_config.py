@@ -39,7 +39,7 @@ def test_the_sampler_of_a_class():
         ("ddim", {"thresholding": True}, "thresholding=True is not supported: it is for pixels, not latents; allowed: false"),
         ("ddpm", {"variance_type": "learned_range"}, "variance_type='learned_range' is unknown or not supported; allowed: fixed_small, "),
         ("dpmpp_2m", {"variance_type": "learned"}, "variance_type='learned' is"),
-        ("pndm", {}, "skip_prk_steps=False is not supported: PNDM begins with linear multistep steps; a file without the key means"),
+        ("pndm", {"skip_prk_steps": False}, "skip_prk_steps=False is not supported: PNDM begins with linear multistep steps"),
         ("euler", {"use_exponential_sigmas": True}, "use_exponential_sigmas=True is not supported; allowed: false"),
         ("lms", {"use_beta_sigmas": True}, "use_beta_sigmas=True is not supported"),
         ("unipc", {"use_flow_sigmas": True}, "use_flow_sigmas=True is not supported"),
@@ -65,9 +65,9 @@ def test_bad_keys_are_named(sampler: str, config: dict, message: str):
 
 
 def test_keys_of_another_sampler_are_ignored():
-    for sampler in set(KEYS) - {"pndm"}:
+    for sampler in KEYS:
         strange = {
-            "skip_prk_steps": "?",
+            "skip_prk_steps" if sampler != "pndm" else "clip_sample": "?",
             "_use_default_values": [],
             "disable_corrector" if sampler != "unipc" else "clip_sample": "?",
         }

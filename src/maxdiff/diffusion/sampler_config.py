@@ -49,7 +49,7 @@ _DPM = {
 KEYS: dict[str, dict[str, Any]] = {
     "ddpm": {**_LEADING, **_ZERO_SNR, **_NO_THRESHOLDING, **_CLIP, "variance_type": "fixed_small"},
     "ddim": {**_LEADING, **_ZERO_SNR, **_NO_THRESHOLDING, **_CLIP, "set_alpha_to_one": True},
-    "pndm": {**_LEADING, "set_alpha_to_one": False, "skip_prk_steps": False},
+    "pndm": {**_LEADING, "set_alpha_to_one": False, "skip_prk_steps": True},
     "euler": {
         **_LINSPACE, **_ZERO_SNR, **_KARRAS, **_ENDS, "final_sigmas_type": "zero", "interpolation_type": "linear",
         "timestep_type": "discrete",
@@ -98,7 +98,7 @@ _ONLY: dict[str, Any] = {
 }
 _REASONS = {
     "thresholding": "it is for pixels, not latents",
-    "skip_prk_steps": "PNDM begins with linear multistep steps; a file without the key means false, as in diffusers",
+    "skip_prk_steps": "PNDM begins with linear multistep steps",
 }
 
 

@@ -215,6 +215,10 @@ class CLIPTextModel(nnx.Module):
         embeds = self.text_projection(pooled) if self.config.with_projection else None
         return TextStates(last, tuple(states), pooled, embeds)
 
+    def final_norm(self, state: jax.Array) -> jax.Array:
+        """The norm after the last layer, for the output [b l c] of an earlier one (clip skip)."""
+        return self.text_model.final_layer_norm(state)
+
     def _end_of_text(self, ids: jax.Array) -> jax.Array:
         """Position of the first end-of-text token in each row -> [b]; 0 where there is none."""
         if self.config.eos_token_id == 2:  # the old convention: end-of-text is the highest id

@@ -42,6 +42,7 @@ class Network:
 
     Attributes:
         config: the configuration, as given.
+        compute: how it computes.
         specs: path -> ParameterSpec for every parameter. A path is the checkpoint's key, split:
             ("down_blocks", 0, "resnets", 1, "conv1", "kernel").
     """
@@ -49,7 +50,8 @@ class Network:
     def __init__(self, module: Callable[[Any, Compute], nnx.Module], config: Any, compute: Compute | None = None):
         self.module = module
         self.config = config
-        graphdef, state = nnx.split(module(config, compute or Compute()))
+        self.compute = compute or Compute()
+        graphdef, state = nnx.split(module(config, self.compute))
         self._graphdef = graphdef
         self.specs: dict[Path, ParameterSpec] = {
             path: ParameterSpec(leaf.get_value().shape, leaf.axes, leaf.init)

@@ -54,6 +54,11 @@ class CLIPTokenizer:
         """How many tokens the text has uncut, start and end included."""
         return len(self._backend.encode(text).ids)
 
+    def cut(self, text: str) -> str:
+        """The end of the text that is beyond max_length tokens; "" if nothing is."""
+        offsets = self._backend.encode(text).offsets
+        return text[offsets[self.max_length - 1][0] :] if len(offsets) > self.max_length else ""
+
     @cached_property
     def _backend(self) -> Tokenizer:
         pairs = [(a, b) for a, _, b in (merge.partition(" ") for merge in self.merges)]
