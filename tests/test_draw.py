@@ -15,6 +15,7 @@ import torch
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from maxdiff.conditioning import guidance_embedding
 from maxdiff.draw import DrawConfig, draw_function, initial_latents, requests, step_noise
 from maxdiff.models.layers import Compute
 from maxdiff.models.network import Network
@@ -176,6 +177,13 @@ def test_a_stochastic_samplers_noise_is_each_images_and_each_steps_own():
     draws.append(initial_latents(keys, shape))
     assert len(np.unique(np.stack(draws))) == 3 * 4 * 24
     np.testing.assert_array_equal(step_noise(keys[2:3], jnp.int32(1), shape)[0], draws[1][2])
+
+
+def test_the_guidance_that_a_distilled_unet_is_told_equals_diffusers():
+    theirs = diffusers.LatentConsistencyModelPipeline.get_guidance_scale_embedding
+    for scale, width in ((1.0, 256), (8.5, 256), (3.0, 7)):
+        expected = theirs(None, torch.tensor([scale - 1] * 2), embedding_dim=width).numpy()
+        np.testing.assert_allclose(guidance_embedding(scale, width, 2), expected, atol=1e-3)  # sines of thousands, in float32
 
 
 def test_requests(vivid):

@@ -25,7 +25,7 @@ from maxdiff.config import Config
 from maxdiff.diffusion.sampler_config import sampler_name
 from maxdiff.draw import DrawConfig, inpaints, requests
 from maxdiff.gradients import outputs_function
-from maxdiff.images import grid, read_image, read_mask, read_texts, write_png
+from maxdiff.images import check_image, grid, read_image, read_mask, read_texts, write_png
 from maxdiff.models.network import Params, unflatten
 from maxdiff.pipeline import WEIGHTS, Pipeline
 from maxdiff.processes import agreed, say, start, wait_for_all
@@ -175,6 +175,8 @@ def _strength(config: Config, pipeline: Pipeline, images: Sequence[Wanted]) -> f
         raise ValueError("mask is given without image")
     if not of_image:
         return None
+    for path in sorted({path for image in images for path in (image.image, image.mask) if path}):
+        check_image(path)
     given = config.sampling.strength
     return (1.0 if paints else 0.8) if given == -1 else given
 

@@ -51,11 +51,23 @@ def read_mask(path: str | Path, height: int, width: int) -> np.ndarray:
     return np.asarray(_read(path, "L", (height, width), Image.Resampling.BILINEAR), np.float32)[..., None] / 255
 
 
+def check_image(path: str | Path) -> None:
+    """Raise ValueError unless a file begins as an image does; its pixels are not read."""
+    _opened(path).close()
+
+
+def _opened(path: str | Path) -> Image.Image:
+    try:
+        return Image.open(Path(path).expanduser())
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read as an image: {error}") from None
+
+
 def _read(path: str | Path, mode: str, size: tuple[int, int], resampling: Image.Resampling) -> Image.Image:
     try:
-        with Image.open(Path(path).expanduser()) as image:
+        with _opened(path) as image:
             image = ImageOps.exif_transpose(image).convert(mode)
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise ValueError(f"{path} cannot be read as an image: {error}") from None
     if mode == "RGBA":
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
