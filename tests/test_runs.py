@@ -112,13 +112,13 @@ def test_diffusers_loads_a_runs_pipeline(run: Path):
 def test_a_run_draws_by_generate(run: Path, tmp_path: Path):
     common = ["run_name=r", f"output_dir={run.parent}", "resolution=16", "num_inference_steps=2", "activations_dtype=float32"]
     base, drawn = ROOT / "configs" / "base.yml", {}
-    for name, step, more in (("last", None, ()), ("named", 4, ()), ("before", 2, ()), ("plain", None, ("use_ema=false",))):
+    for name, step, more in (("last", None, ()), ("plain", None, ("use_ema=false",)), ("named", 4, ()), ("before", 2, ())):
         config = load_config(run / "config.yml", [*common, "prompt=A red heart!", *more])
         (path,) = generate.generate(config, step)
         assert path == run / "images" / "a-red-heart-0.png"
         with Image.open(path) as image:
             assert (image.size, image.info["prompt"], image.info["steps"]) == ((16, 16), "A red heart!", "2")
-            assert image.info["model"] == f"r-{step or 4}"
+            assert image.info["model"] == f"r-{step or 4}" + ("-without-average" if more else "")
             drawn[name] = np.asarray(image).astype(int)
     np.testing.assert_array_equal(drawn["last"], drawn["named"])
     assert all(np.abs(drawn[name] - drawn["last"]).max() > 0 for name in ("before", "plain"))

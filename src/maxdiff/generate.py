@@ -139,7 +139,9 @@ def load(config: Config, layout: Layout, step: int | None) -> tuple[Pipeline, st
         placement=layout.place,
         **own,
     )
-    return pipeline, run.run_name or Path(source).stem
+    # All that it was put together from: of another part, other images.
+    parts = [f"{part}={path}" for part, path in {**own.get("sources", {}), **own.get("new", {})}.items()]
+    return pipeline, run.run_name or ", ".join([str(source), *parts])
 
 
 def _of_checkpoint(config: Config, layout: Layout, step: int | None) -> tuple[Pipeline, str]:
@@ -157,7 +159,8 @@ def _of_checkpoint(config: Config, layout: Layout, step: int | None) -> tuple[Pi
             **({"ema": jax.tree.map(lay, whole.ema, whole.params)} if average else {"params": whole.params}),
         )
         state = checkpoints.restore(step, part, part=True)
-    return task.pipeline(state.ema if average else state.params), f"{config.run.run_name}-{step}"
+    name = f"{config.run.run_name}-{step}"
+    return (task.pipeline(state.ema), name) if average else (task.pipeline(state.params), f"{name}-without-average")
 
 
 def _strength(config: Config, pipeline: Pipeline, images: Sequence[Wanted]) -> float | None:
@@ -197,7 +200,7 @@ def _texts(config: Config, pipeline: Pipeline, image: Wanted, model: str, streng
     texts |= {key: str(value) for key, value in usual.items() if value}
     named = {"Steps": texts["steps"], "Sampler": SPELLED[sampler] + (" Karras" if "use_karras_sigmas" in texts else ""),
              "CFG scale": f"{drawn.guidance_scale:g}", "Seed": texts["seed"], "Size": texts["size"],
-             "Model": model}  # fmt: skip
+             "Model": Path(model.partition(",")[0]).name.removesuffix(".safetensors")}  # fmt: skip
     named |= {"Denoising strength": f"{strength:g}"} if strength is not None else {}
     # There it counts the layers from the end, from 1.
     named |= {"Clip skip": str(drawn.clip_skip + 1)} if drawn.clip_skip else {}
