@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from PIL import Image
 
 from maxdiff import build, processes
 from maxdiff.config import Run
@@ -108,6 +109,22 @@ def test_two_processes_train_as_one_does_and_one_goes_on(one_level: Path, tmp_pa
     assert "going on from step 4 " in said
     assert_close(values(split, "loss"), expected)
     assert_close(values(split, "held_out_loss"), held_out)
+
+    # Two processes draw, each writing its own images; one alone draws the same.
+    prompts = ["a cat", "a red dog", "a house"]
+    draw = [sys.executable, str(ROOT / "generate.py"), str(ROOT / "configs/base14.yml"), "run_name=r", f"output_dir={split}",
+            f"prompts={json.dumps(prompts)}", "num_inference_steps=2", "guidance_scale=1"]  # fmt: skip
+    shared[-1] = f"coordinator_address=localhost:{free_port()}"
+    first, second = run_together([[*draw, *shared, f"process_id={n}"] for n in (0, 1)], tmp_path / "drawn")
+    assert "3 images drawn" in first
+    assert "wrote" not in second
+    images = split / "r" / "images"
+    names = ["00000-a-cat-0.png", "00001-a-red-dog-1.png", "00002-a-house-2.png"]
+    assert sorted(path.name for path in images.iterdir()) == [*names, "sheet.png"]
+    alone = Pipeline.load(split / "r" / "pipeline").generate(prompts, steps=2, guidance_scale=1.0, height=16, width=16)
+    for name, expected in zip(names, alone, strict=True):
+        with Image.open(images / name) as image:
+            assert np.abs(np.asarray(image).astype(int) - expected).max() <= 1
 
 
 def fake_devices(count: int, process_of: Any) -> list[Any]:
