@@ -84,6 +84,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     published_tokenizer("!").save(folder / "b" / "tokenizer")
     for name in ("one", "two"):
         (folder / f"{name}.txt").write_text(f"a {name}")
+    for name in ("a", "b"):
+        Image.new("RGB", (16, 16)).save(folder / f"{name}.png")
     weights = "unet/diffusion_pytorch_model{}.safetensors"
     shutil.copy(folder / "b" / weights.format(""), folder / "a" / weights.format(".fp16"))
     return folder
