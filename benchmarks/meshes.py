@@ -8,14 +8,10 @@ than LOSSES from those of one device, or kernels take more than BYTES above thei
 """
 
 import collections
-import contextlib
 import json
 import math
 import os
 import re
-import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,6 +24,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("PJRT_NPROC", "16")
 
 import jax
+from together import free_port, run_together
 
 ROOT = Path(__file__).parent.parent
 DEVICES, GLOBAL_BATCH, STEPS = 8, 32, 20
@@ -143,7 +140,7 @@ def measure(case: Case, folder: Path, output: Path) -> dict[str, Any]:
         for number in range(case.processes)
     ]  # fmt: skip
     env = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}", "XLA_FLAGS": f"{flags} --xla_dump_to={output / 'hlo'}"}
-    said = run_together(commands, env, output)
+    said = run_together(commands, env, output, TIMEOUT)[0]
     lines = map(json.loads, (output / "r" / "metrics" / "metrics.jsonl").read_text().splitlines())
     (hlo, *_) = sorted((output / "hlo").glob("*jit_train_step*after_optimizations.txt"))
     return {
@@ -151,36 +148,6 @@ def measure(case: Case, folder: Path, output: Path) -> dict[str, Any]:
         "losses": [line["loss"] for line in lines if "loss" in line][:STEPS],
         "collectives": collectives(hlo.read_text()),
     }
-
-
-def run_together(commands: list[list[str]], env: dict[str, str], folder: Path) -> str:
-    """What the first printed. All end when one fails, with whatever they have started."""
-    running: list[subprocess.Popen[bytes]] = []
-    with contextlib.ExitStack() as stack:
-        try:
-            for number, command in enumerate(commands):
-                out = stack.enter_context((folder / f"{number}.out").open("wb"))
-                running.append(subprocess.Popen(command, env=env, stdout=out, stderr=out, start_new_session=True))
-            end = time.monotonic() + TIMEOUT
-            while any(p.poll() is None for p in running) and not any(p.poll() for p in running) and time.monotonic() < end:
-                time.sleep(0.1)
-        finally:
-            codes = [p.poll() for p in running]
-            for process in running:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-    said = [(folder / f"{number}.out").read_text() for number in range(len(commands))]
-    if any(codes) or None in codes:
-        raise RuntimeError(f"a process ended with {codes}:\n" + "\n".join(text[-3000:] for text in said))
-    return said[0]
-
-
-def free_port() -> int:
-    """A port that nobody listens to."""
-    with socket.socket() as server:
-        server.bind(("localhost", 0))
-        return server.getsockname()[1]
 
 
 def collectives(hlo: str) -> dict[str, tuple[int, int]]:

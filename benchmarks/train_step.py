@@ -37,7 +37,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 sys.path.insert(0, str(Path(__file__).parent))
 from architectures import ARCHITECTURES
@@ -47,7 +46,6 @@ from maxdiff.accelerators import peak_flops
 from maxdiff.checkpoint import Checkpoints
 from maxdiff.config import Config, load_config
 from maxdiff.models import flops
-from maxdiff.sharding import Layout
 from maxdiff.task import Task, make_task
 
 CONFIGS = {"sd15": "base15.yml", "sd2": "base_2_base.yml", "sdxl": "base_xl.yml"}
@@ -65,14 +63,14 @@ def configuration(model: str, resolution: int, batch: int, overrides: Sequence[s
 
 def prepare(config: Config) -> tuple[Config, Task, Callable[[], list[Any]], float]:
     """(configuration, task, a function that makes one step and returns its metrics, seconds of compilation), as train.py."""
-    mesh = build.mesh_of(config)
-    layout = Layout(mesh, config.mesh.logical_axis_rules, config.mesh.max_replicated_mib)
+    layout = build.layout_of(config)
+    mesh = layout.mesh
     config, accumulation = build.settle_batch(config, mesh)
     task = make_task(config, layout, None)
     optimizer = build.make_adam(config, build.make_rates(config, task))
     abstract = build.abstract_of(config, layout, task, optimizer)
     inputs = build.abstract_batch(build.make_plan(config), list(task.tokenizers.values()), build.batch_sharding(mesh))
-    key = jax.device_put(jax.random.key(config.run.seed), NamedSharding(mesh, PartitionSpec()))
+    key = build.run_key(config, mesh)
     started = time.perf_counter()
     step = build.make_step(config, layout, task, optimizer, abstract, accumulation)
     step = step.lower(abstract, task.constants, inputs, key).compile()

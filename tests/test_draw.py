@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxdiff.conditioning import guidance_embedding
-from maxdiff.draw import DrawConfig, draw_function, initial_latents, requests, step_noise
+from maxdiff.draw import DrawConfig, draw_function, exact_vae, initial_latents, requests, step_noise
 from maxdiff.models.layers import Compute
 from maxdiff.models.network import Network
 from maxdiff.models.unet import UNet2DConditionModel
@@ -177,6 +177,14 @@ def test_a_stochastic_samplers_noise_is_each_images_and_each_steps_own():
     draws.append(initial_latents(keys, shape))
     assert len(np.unique(np.stack(draws))) == 3 * 4 * 24
     np.testing.assert_array_equal(step_noise(keys[2:3], jnp.int32(1), shape)[0], draws[1][2])
+
+
+def test_sdxls_autoencoder_is_exact_where_it_asks_for_that(vivid):
+    for kind, expected in (("sd1", "bfloat16"), ("sdxl", "float32")):
+        networks = parts(vivid[kind][1])[0]
+        vae = networks["vae"].with_compute(Compute(dtype=jnp.dtype(jnp.bfloat16)))
+        assert vae.config.force_upcast == (kind == "sdxl")
+        assert exact_vae({**networks, "vae": vae}).compute.dtype == expected
 
 
 def test_the_guidance_that_a_distilled_unet_is_told_equals_diffusers():

@@ -166,6 +166,10 @@ def test_pipeline_generate(one_level: Path, drawn: list[Path]):
     for image, path in zip(images, (drawn[0], drawn[2]), strict=True):
         assert np.abs(image.astype(int) - pixels(path)).max() <= 1
     given = {"steps": 2, "height": 16, "width": 16}
+    sliced = pipeline.generate(PROMPTS[:2], seed=[5, 7], vae_slicing=True, **given)
+    assert np.abs(sliced.astype(int) - images).max() <= 1
+    with pytest.raises(ValueError, match="mask is for inpainting models, whose unet has in_channels=9; this one has 4"):
+        pipeline.generate("x", mask=np.ones((1, 16, 16, 1)), **given)
     latents = np.random.default_rng(0).standard_normal((1, 8, 8, 4))
     same, other = (pipeline.generate("x", latents=latents, seed=seed, **given) for seed in (0, 1))
     np.testing.assert_array_equal(same, other)

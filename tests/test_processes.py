@@ -1,14 +1,9 @@
 """Several processes, as a user starts them, train as one does; and how a process finds the others."""
 
-import contextlib
 import json
 import os
 import shutil
-import signal
-import socket
-import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from benchmarks.together import free_port, run_together
 from maxdiff import build, processes
 from maxdiff.config import Run
 from maxdiff.pipeline import Pipeline
@@ -28,37 +24,13 @@ SHARD = ROOT / "data" / "emoji" / "heldout-000000.tar"
 DEVICES = 2
 
 
-def free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("localhost", 0))
-        return server.getsockname()[1]
-
-
 def environment() -> dict[str, str]:
     flags = f"--xla_force_host_platform_device_count={DEVICES}"
     return {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{ROOT / 'src'}"}
 
 
-def run_together(commands: list[list[str]], folder: Path, timeout: float = 400.0) -> list[str]:
-    """What each printed. All end when one fails or time is up, with whatever they have started."""
-    folder.mkdir(parents=True, exist_ok=True)
-    running: list[subprocess.Popen[bytes]] = []
-    with contextlib.ExitStack() as stack:
-        try:
-            for number, command in enumerate(commands):
-                out, err = (stack.enter_context((folder / f"{number}.{kind}").open("wb")) for kind in ("out", "err"))
-                running.append(subprocess.Popen(command, env=environment(), stdout=out, stderr=err, start_new_session=True))
-            end = time.monotonic() + timeout
-            while any(p.poll() is None for p in running) and not any(p.poll() for p in running) and time.monotonic() < end:
-                time.sleep(0.05)
-        finally:
-            codes = [p.poll() for p in running]
-            for process in running:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-    assert codes == [0] * len(commands), [(folder / f"{n}.err").read_text()[-3000:] for n in range(len(commands))]
-    return [(folder / f"{number}.out").read_text() for number in range(len(commands))]
+def together(commands: list[list[str]], folder: Path, timeout: float = 400.0) -> list[str]:
+    return run_together(commands, environment(), folder, timeout)
 
 
 def command(pipeline: Path, output: Path, *overrides: str) -> list[str]:
@@ -92,7 +64,7 @@ def test_two_processes_train_as_one_does_and_one_goes_on(one_level: Path, tmp_pa
     shared = ["ici_fsdp_parallelism=4", "num_processes=2", f"coordinator_address=localhost:{free_port()}"]
     prompts = ["validation_prompts=[a cat, a red dog]", "num_inference_steps=2"]
     pair = [command(one_level, split, *shared, *prompts, f"process_id={n}") for n in (0, 1)]
-    _, first, second = run_together([command(one_level, whole, "ici_fsdp_parallelism=2"), *pair], tmp_path / "said")
+    _, first, second = together([command(one_level, whole, "ici_fsdp_parallelism=2"), *pair], tmp_path / "said")
     expected, held_out = values(whole, "loss"), values(whole, "held_out_loss")
     assert_close(values(split, "loss"), expected)
     assert_close(values(split, "held_out_loss"), held_out)
@@ -105,7 +77,7 @@ def test_two_processes_train_as_one_does_and_one_goes_on(one_level: Path, tmp_pa
         assert np.linalg.norm(a - b) <= 1e-5 * np.linalg.norm(b)
 
     shutil.rmtree(split / "r" / "checkpoints" / "6")
-    (said,) = run_together([command(one_level, split, "ici_fsdp_parallelism=2")], tmp_path / "again")
+    (said,) = together([command(one_level, split, "ici_fsdp_parallelism=2")], tmp_path / "again")
     assert "going on from step 4 " in said
     assert_close(values(split, "loss"), expected)
     assert_close(values(split, "held_out_loss"), held_out)
@@ -115,7 +87,7 @@ def test_two_processes_train_as_one_does_and_one_goes_on(one_level: Path, tmp_pa
     draw = [sys.executable, str(ROOT / "generate.py"), str(ROOT / "configs/base14.yml"), "run_name=r", f"output_dir={split}",
             f"prompts={json.dumps(prompts)}", "num_inference_steps=2", "guidance_scale=1"]  # fmt: skip
     shared[-1] = f"coordinator_address=localhost:{free_port()}"
-    first, second = run_together([[*draw, *shared, f"process_id={n}"] for n in (0, 1)], tmp_path / "drawn")
+    first, second = together([[*draw, *shared, f"process_id={n}"] for n in (0, 1)], tmp_path / "drawn")
     assert "3 images drawn" in first
     assert "wrote" not in second
     images = split / "r" / "images"
@@ -268,7 +240,7 @@ def test_tasks_of_slurm_find_each_other_and_one_alone_says_nothing(tmp_path: Pat
     steps = [slurm(2, 1, task, JAX_COORDINATOR_PORT=port) for task in (0, 1)]
     steps = [{**step, "FOLDER": str(tmp_path / f"runs-{task}")} for task, step in enumerate(steps)]
     commands = [["env", *(f"{k}={v}" for k, v in step.items()), sys.executable, "-c", SUM] for step in steps]
-    first, second = run_together(commands, tmp_path / "two", 100)
+    first, second = together(commands, tmp_path / "two", 100)
     assert f"2 {DEVICES} 2.0\nfirst\n" in first
     assert f"2 {DEVICES} 2.0\n" in second
     assert "first" not in second
@@ -278,5 +250,5 @@ def test_tasks_of_slurm_find_each_other_and_one_alone_says_nothing(tmp_path: Pat
             in said
         )
     alone = ["env", *(f"{k}={v}" for k, v in slurm(1, 1, FOLDER=str(tmp_path)).items()), sys.executable, "-c", SUM]
-    assert run_together([alone], tmp_path / "one", 100) == [f"1 {DEVICES} 1.0\nfirst\nshared\n"]
+    assert together([alone], tmp_path / "one", 100) == [f"1 {DEVICES} 1.0\nfirst\nshared\n"]
     assert (tmp_path / "one" / "0.err").read_text() == ""

@@ -3,8 +3,8 @@
     python benchmarks/peers/torch_generate.py --model sd15 --batch 8
     python benchmarks/peers/torch_generate.py --model sdxl --batch 4 --mode max-autotune
 
-Needs torch, diffusers and transformers; weights are random. UNet and decoder are channels_last and, unless --mode eager,
-compiled; the attention is torch's own (SDPA). The tokenizer gets CLIP's vocabulary from this repository.
+Needs torch, diffusers, transformers and psutil; weights are random. UNet and decoder are channels_last and, unless
+--mode eager, compiled; the attention is torch's own (SDPA). The tokenizer gets CLIP's vocabulary from this repository.
 Prints one JSON line, its keys those of generate.py.
 """
 

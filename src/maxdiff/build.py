@@ -146,7 +146,8 @@ def check_restart(config: Config) -> None:
         return
     before, now = flat(load_config(saved)), flat(config)
     changed = {key: value for key, value in now.items() if value != before[key] and key not in HERE}
-    for key in STORED & changed.keys():
+    if fixed := [key for key in changed if key in STORED]:
+        key = fixed[0]
         raise ValueError(f"{key}={now[key]!r} is another than the run began with, {before[key]!r}; allowed: that, or another "
                          "run_name")  # fmt: skip
     if changed:

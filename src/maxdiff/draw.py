@@ -78,7 +78,7 @@ def draw_function(networks: Mapping[str, Network], scheduler: Mapping[str, Any],
             the schedule does not allow; when called, for guidance without negative_ids.
     """
     _check(networks, config)
-    unet, vae = networks["unet"], _exact(networks["vae"], networks)
+    unet, vae = networks["unet"], exact_vae(networks)
     sampler, strength = config.sampler or sampler_name(scheduler), 1.0 if config.strength is None else config.strength
     plan = make_plan(scheduler, sampler, config.num_inference_steps, eta=config.eta, strength=strength)
     latent = (config.height // vae.config.downscale, config.width // vae.config.downscale, vae.config.latent_channels)
@@ -87,6 +87,7 @@ def draw_function(networks: Mapping[str, Network], scheduler: Mapping[str, Any],
     distilled = unet.config.time_cond_proj_dim
 
     def draw(weights: Mapping[str, Params], request: Request) -> jax.Array:
+        check_given(networks, image="image" in request, mask="mask" in request)
         _check_request(request, config, vae)
         encode = lambda images: vae.apply(weights["vae"], images, method="encode").mean * factor
         keys = jax.vmap(jax.random.key)(request["seed"])
@@ -137,8 +138,8 @@ def requests(
     for name, values in (("negative prompts", given), ("seeds", seeds)):
         if len(values) != len(prompts):
             raise ValueError(f"{len(values)} {name} for {len(prompts)} prompts; allowed: one for each")
-    if wrong := [seed for seed in seeds if not 0 <= seed < 2**32]:
-        raise ValueError(f"seed={wrong[0]} is out of range (allowed: 0 to {2**32 - 1})")
+    for seed in seeds:
+        check_seed(seed)
     request = {"seed": np.asarray(seeds, np.uint32)}
     if pipeline.text_encoder_2 is not None and pipeline.index.get("force_zeros_for_empty_prompt", True):
         request["negative_zeros"] = np.array([not negative for negative in given])
@@ -147,6 +148,12 @@ def requests(
             request[f"input_ids{suffix}"] = tokenizer(prompts)
             request[f"negative_ids{suffix}"] = tokenizer(given)
     return request
+
+
+def check_seed(seed: int) -> None:
+    """Raise ValueError for a seed that is out of range."""
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"seed={seed} is out of range (allowed: 0 to {2**32 - 1})")
 
 
 def initial_latents(keys: jax.Array, shape: tuple[int, int, int]) -> jax.Array:
@@ -199,6 +206,20 @@ def inpaints(networks: Mapping[str, Network]) -> bool:
     return networks["unet"].config.in_channels == 2 * networks["vae"].config.latent_channels + 1
 
 
+def usual_strength(networks: Mapping[str, Network]) -> float:
+    """How much of an image is changed if nothing is said: all that a mask shows, else most."""
+    return 1.0 if inpaints(networks) else 0.8
+
+
+def check_given(networks: Mapping[str, Network], *, image: bool, mask: bool) -> None:
+    """Raise ValueError unless an image to begin with and a mask are given to a model that takes them."""
+    if inpaints(networks) and not (image and mask):
+        raise ValueError("mask is given without image" if mask else "this is an inpainting model: mask is required, and image")
+    if mask and not inpaints(networks):
+        channels = networks["unet"].config.in_channels
+        raise ValueError(f"mask is for inpainting models, whose unet has in_channels=9; this one has {channels}")
+
+
 def _inpainting(encode: Callable[[jax.Array], jax.Array], request: Request) -> list[jax.Array]:
     """The mask [n h/8 w/8 1] and the latents of the image without what it hides, which the UNet sees beside its own."""
     mask = (request["mask"] >= 0.5).astype(jnp.float32)
@@ -207,8 +228,9 @@ def _inpainting(encode: Callable[[jax.Array], jax.Array], request: Request) -> l
     return [mask[:, ::stride, ::stride], around]
 
 
-def _exact(vae: Network, networks: Mapping[str, Network]) -> Network:
-    """SDXL's autoencoder in float32 where its configuration asks for that, as diffusers decodes it."""
+def exact_vae(networks: Mapping[str, Network]) -> Network:
+    """The autoencoder; SDXL's in float32 where its configuration asks for that, as diffusers decodes it."""
+    vae = networks["vae"]
     upcast = "text_encoder_2" in networks and vae.config.force_upcast
     return vae.with_compute(dataclasses.replace(vae.compute, dtype=jnp.dtype(jnp.float32))) if upcast else vae
 

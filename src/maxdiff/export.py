@@ -13,7 +13,6 @@ from maxdiff import build, command
 from maxdiff.checkpoint import Checkpoints
 from maxdiff.config import Config
 from maxdiff.processes import start
-from maxdiff.sharding import Layout
 from maxdiff.task import make_task
 from maxdiff.train import export
 
@@ -34,7 +33,7 @@ def export_step(config: Config, step: int | None) -> None:
     Raises:
         FileNotFoundError, ValueError: if there is no such checkpoint, or it is damaged.
     """
-    layout = Layout(build.mesh_of(config), config.mesh.logical_axis_rules, config.mesh.max_replicated_mib)
+    layout = build.layout_of(config)
     with Checkpoints(config.run.folder / "checkpoints", read_only=True) as checkpoints:
         steps = checkpoints.steps()
         if not steps:

@@ -23,11 +23,11 @@ from maxdiff import build, command
 from maxdiff.checkpoint import Checkpoints, has_checkpoints
 from maxdiff.config import Config
 from maxdiff.diffusion.sampler_config import sampler_name
-from maxdiff.draw import DrawConfig, inpaints, requests
+from maxdiff.draw import check_given, requests, usual_strength
 from maxdiff.gradients import outputs_function
 from maxdiff.images import check_image, grid, read_image, read_mask, read_texts, write_png
-from maxdiff.models.network import Params, unflatten
-from maxdiff.pipeline import WEIGHTS, Pipeline
+from maxdiff.models.network import Network, Params, unflatten
+from maxdiff.pipeline import WEIGHTS, Part, Pipeline
 from maxdiff.processes import agreed, say, start, wait_for_all
 from maxdiff.prompts import Wanted, wanted
 from maxdiff.sharding import Layout
@@ -72,8 +72,8 @@ def generate(config: Config, step: int | None = None) -> list[Path]:
     build.use_cache(config)
     layout = build.layout_of(config)
     pipeline, model = load(config, layout, step)
-    strength = _strength(config, pipeline, images)
     networks = {name: part.network for name, part in pipeline.networks()}
+    strength = _strength(config, networks, images)
     draw = build.make_draw(config, networks, pipeline.scheduler, strength)
     folder = config.run.folder / "images" if config.run.run_name else Path(config.run.output_dir or ".").expanduser()
     texts = [_texts(config, pipeline, image, model, strength) for image in images]
@@ -82,7 +82,7 @@ def generate(config: Config, step: int | None = None) -> list[Path]:
 
     # One program, for as many images as the devices take at once.
     at_once = config.batch.per_device_batch_size * build.batch_shards(layout.mesh)
-    weights = {name: jax.device_put(part.params, layout.shardings(part.network)) for name, part in pipeline.networks()}
+    weights = {name: part.params for name, part in pipeline.networks()}
     specs: Params = {name: unflatten(layout.specs(network).items()) for name, network in networks.items()}
     on_params: Any = lambda params, _, request: draw(params, request)
     program = jax.jit(outputs_function(on_params, layout.mesh, specs))
@@ -159,34 +159,32 @@ def _of_checkpoint(config: Config, layout: Layout, step: int | None) -> tuple[Pi
             **({"ema": jax.tree.map(lay, whole.ema, whole.params)} if average else {"params": whole.params}),
         )
         state = checkpoints.restore(step, part, part=True)
+    pipeline = task.pipeline(state.ema if average else state.params)
+    # Those that training keeps whole on every device are split too, and not kept as they were.
+    placed: Any = {name: Part(part.network, jax.device_put(part.params, layout.shardings(part.network)))
+                   for name, part in pipeline.networks()}  # fmt: skip
     name = f"{config.run.run_name}-{step}"
-    return (task.pipeline(state.ema), name) if average else (task.pipeline(state.params), f"{name}-without-average")
+    return dataclasses.replace(pipeline, **placed), name if average else f"{name}-without-average"
 
 
-def _strength(config: Config, pipeline: Pipeline, images: Sequence[Wanted]) -> float | None:
+def _strength(config: Config, networks: Mapping[str, Network], images: Sequence[Wanted]) -> float | None:
     """The share of the steps that is made of images that begin with one; None where none does."""
     of_image, of_mask = (sum(bool(getattr(image, key)) for image in images) for key in ("image", "mask"))
-    paints = inpaints({"unet": pipeline.unet.network, "vae": pipeline.vae.network})
     for key, count in (("image", of_image), ("mask", of_mask)):
         if count not in (0, len(images)):
             raise ValueError(f"{key} is given for {count} of {len(images)} images; allowed: for all or none")
-    if paints != bool(of_mask):
-        raise ValueError("this is an inpainting model: mask is required, and image" if paints else
-                         "mask is for inpainting models, whose unet has in_channels=9; this one has "
-                         f"{pipeline.unet.network.config.in_channels}")  # fmt: skip
-    if of_mask and not of_image:
-        raise ValueError("mask is given without image")
+    check_given(networks, image=bool(of_image), mask=bool(of_mask))
     if not of_image:
         return None
     for path in sorted({path for image in images for path in (image.image, image.mask) if path}):
         check_image(path)
     given = config.sampling.strength
-    return (1.0 if paints else 0.8) if given == -1 else given
+    return usual_strength(networks) if given == -1 else given
 
 
 def _texts(config: Config, pipeline: Pipeline, image: Wanted, model: str, strength: float | None) -> dict[str, str]:
     """What a PNG says of itself: each setting, and all of them in `parameters`, as other tools read them."""
-    drawn: DrawConfig = build.draw_config(config, strength)
+    drawn = build.draw_config(config, strength)
     sampler = drawn.sampler or sampler_name(pipeline.scheduler)
     texts = {
         "prompt": image.prompt, "negative_prompt": image.negative_prompt, "seed": str(image.seed), "sampler": sampler,
@@ -210,8 +208,10 @@ def _texts(config: Config, pipeline: Pipeline, image: Wanted, model: str, streng
 
 def _missing(folder: Path, images: Sequence[Wanted], texts: Sequence[Mapping[str, str]]) -> list[int]:
     """Which images are not there yet, made of just this; the first process looks."""
-    there = [read_texts(folder / image.file) == text for image, text in zip(images, texts, strict=True)]
-    return [i for i, found in enumerate(agreed(np.array(there))) if not found]
+    there = np.zeros(len(images), bool)
+    if jax.process_index() == 0:
+        there[:] = [read_texts(folder / image.file) == text for image, text in zip(images, texts, strict=True)]
+    return np.flatnonzero(~agreed(there)).tolist()
 
 
 def _tell_cut(pipeline: Pipeline, images: Sequence[Wanted]) -> None:

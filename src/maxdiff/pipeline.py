@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from maxdiff.draw import DrawConfig, compiled_draw, requests
+from maxdiff.draw import DrawConfig, check_given, compiled_draw, requests, usual_strength
 from maxdiff.models.layers import Compute
 from maxdiff.models.network import Network, Params, Placement, flatten
 from maxdiff.weights import original
@@ -163,15 +163,15 @@ class Pipeline:
         seeds = [seed + i for i in range(len(prompts))] if isinstance(seed, int) else list(seed)
         negative = [negative_prompt] * len(prompts) if isinstance(negative_prompt, str) else list(negative_prompt)
         height, width = (given or usual for given, usual in zip((height, width), self._size(), strict=True))
+        networks = {name: part.network for name, part in self.networks()}
+        check_given(networks, image=image is not None, mask=mask is not None)
         if image is not None and strength is None:
-            strength = 0.8 if mask is None else 1.0
+            strength = usual_strength(networks)
         config = DrawConfig(height, width, steps, guidance_scale, sampler=sampler, strength=strength, **options)
         request = requests(self, prompts, negative, seeds=seeds)
         given = {"latents": (latents, np.float32), "image": (image, np.uint8), "mask": (mask, np.float32)}
         request |= {name: np.asarray(value, dtype) for name, (value, dtype) in given.items() if value is not None}
-        program = compiled_draw(
-            tuple((name, part.network) for name, part in self.networks()), json.dumps(self.scheduler), config
-        )
+        program = compiled_draw(tuple(networks.items()), json.dumps(self.scheduler), config)
         return np.asarray(program({name: part.params for name, part in self.networks()}, request))
 
     def save(self, folder: str | Path, *, dtype: Any = None) -> None:

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from maxdiff.config import Sampling
+from maxdiff.draw import check_seed
 
 # What a line of a JSONL file may say.
 FIELDS = {"prompt": str, "negative_prompt": str, "seed": int, "image": str, "mask": str}
-SEEDS = 2**32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,8 +51,7 @@ def wanted(sampling: Sampling, seed: int) -> list[Wanted]:
             i = number * each + k
             own = line["seed"] + k if "seed" in line else seed + i
             own = sampling.seeds[i] if sampling.seeds else own
-            if not 0 <= own < SEEDS:
-                raise ValueError(f"seed={own} is out of range (allowed: 0 to {SEEDS - 1})")
+            check_seed(own)
             prefix = f"{number:05d}-" if len(lines) > 1 else ""
             result.append(Wanted(
                 prompt=line["prompt"], negative_prompt=line.get("negative_prompt", sampling.negative_prompt), seed=own,
