@@ -1,5 +1,5 @@
 # make test   set up a virtual environment and pass all tests
-# make demo   set up, and train a small Stable Diffusion on the emoji in data/: about 6 minutes on two cores
+# make demo   set up, and train a small Stable Diffusion on the emoji in data/: 6 to 7 minutes on two cores
 # make lint   ruff and pyright
 PYTHON ?= python3
 VENV ?= .venv
