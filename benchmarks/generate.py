@@ -8,6 +8,7 @@ jax_cache_dir, the second what the first has left there. Prints one JSON line fo
   * first_s: from the start of the process to the first batch of images, imports, weights and compilation included.
   * images_per_s, batch_s (and _min, _max): of the batches after it, each waited for.
   * peak_gib: what the device had allocated at most, where it says so.
+  * with --profile, of the second process: GPU time by kind of kernel, see kernels.py.
 """
 
 import argparse
@@ -23,6 +24,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 from architectures import ARCHITECTURES
+from kernels import profile
 
 RESOLUTIONS = {"sd15": 512, "sd2": 512, "sdxl": 1024}
 BATCHES = 5
@@ -59,7 +61,7 @@ def measure(args: argparse.Namespace, started: float) -> dict:
         "jax": jax.__version__, "date": time.strftime("%Y-%m-%d"), "first_s": round(first, 1),
         "images_per_s": float(f"{args.batch / middle:.4g}"), "batch_s": round(middle, 3),
         "batch_s_min": round(min(seconds), 3), "batch_s_max": round(max(seconds), 3),
-        "peak_gib": peak and round(peak / 2**30, 2),
+        "peak_gib": peak and round(peak / 2**30, 2), **(profile(draw) if args.profile and args.warm else {}),
     }  # fmt: skip
 
 
@@ -72,6 +74,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--sampler", default="euler")
     parser.add_argument("--attention", default="flash")
+    parser.add_argument("--profile", action="store_true", help="also print GPU time by kind of kernel")
     parser.add_argument("--cache", default="", help=argparse.SUPPRESS)
     parser.add_argument("--warm", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--started", type=float, default=0.0, help=argparse.SUPPRESS)

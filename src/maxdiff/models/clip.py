@@ -15,18 +15,14 @@ from flax import nnx
 from maxdiff.models.attention import dot_product
 from maxdiff.models.blocks import HEADS, TOKENS
 from maxdiff.models.config import read_config, require, require_integers
-from maxdiff.models.layers import Compute, Embed, LayerNorm, Linear, check_shape, normal
+from maxdiff.models.layers import Compute, Embed, LayerNorm, Linear, check_shape, gelu, normal
 
 
 def _quick_gelu(x: jax.Array) -> jax.Array:
     return x * jax.nn.sigmoid(1.702 * x)
 
 
-def _gelu(x: jax.Array) -> jax.Array:
-    return jax.nn.gelu(x, approximate=False)
-
-
-ACTIVATIONS = {"quick_gelu": _quick_gelu, "gelu": _gelu}
+ACTIVATIONS = {"quick_gelu": _quick_gelu, "gelu": gelu}
 
 
 @dataclasses.dataclass(frozen=True)

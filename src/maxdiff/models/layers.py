@@ -93,6 +93,15 @@ def parameter(shape: tuple[int, ...], axes: Axes, init: Initializer) -> nnx.Para
     return nnx.Param(jax.ShapeDtypeStruct(shape, jnp.float32), axes=axes, init=init)
 
 
+def gelu(x: jax.Array) -> jax.Array:
+    """x times the normal distribution's share below x, exactly (Hendrycks & Gimpel 2016, section 2), in x's dtype.
+
+    By erf, as torch has it: jax.nn.gelu's erfc is instructions enough to make a GPU wait for them, not for memory.
+    """
+    y = x.astype(jnp.float32)
+    return (0.5 * y * (1 + lax.erf(y * math.sqrt(0.5)))).astype(x.dtype)
+
+
 def check_shape(name: str, x: jax.Array, *expected: int | str) -> None:
     """Raise ValueError unless x has this shape; a name stands for any size."""
     if x.ndim != len(expected) or any(isinstance(e, int) and e != n for e, n in zip(expected, x.shape, strict=True)):
@@ -175,13 +184,25 @@ class GroupNorm(nnx.Module):
         self.bias = parameter((channels,), ("norm",), zeros)
 
     def __call__(self, x: jax.Array, *, silu: bool = False) -> jax.Array:
-        grouped = x.astype(jnp.float32).reshape(x.shape[0], -1, self.groups, x.shape[-1] // self.groups)
-        mean = grouped.mean((1, 3), keepdims=True)
-        variance = jnp.square(grouped - mean).mean((1, 3), keepdims=True)
-        y = ((grouped - mean) * lax.rsqrt(variance + self.eps)).reshape(x.shape)
-        scale, bias = (_along_last(self.compute.statistic(p), x.ndim) for p in (self.scale, self.bias))
-        y = y * scale + bias
+        mean, variance = self._statistics(x)
+        over_pixels = lambda per_channel: per_channel.reshape(-1, *[1] * (x.ndim - 2), x.shape[-1])
+        wide = lambda statistic: over_pixels(jnp.repeat(statistic, x.shape[-1] // self.groups, axis=-1))
+        scale, bias = (over_pixels(self.compute.statistic(p)) for p in (self.scale, self.bias))
+        y = (x.astype(jnp.float32) - wide(mean)) * (wide(lax.rsqrt(variance + self.eps)) * scale) + bias
         return (jax.nn.silu(y) if silu else y).astype(self.compute.dtype)
+
+    def _statistics(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Mean and variance [b groups]: first of each channel, which reads x once and in the order in which it lies."""
+        pixels = x.astype(jnp.float32).reshape(x.shape[0], -1, x.shape[-1])
+        # In float32 the squares are taken about the channel's mean, for a second pass over x. bfloat16 has rounded x by far
+        # more than their cancellation could. The gradient through the centre is zero.
+        exact = x.dtype == jnp.float32
+        centre = lax.stop_gradient(pixels.mean(1, keepdims=True)) if exact else jnp.zeros_like(pixels[:, :1])
+        first, second = (pixels - centre).mean(1), jnp.square(pixels - centre).mean(1)
+        by_group = lambda channels: channels.reshape(x.shape[0], self.groups, -1)
+        means, variances = by_group(first + centre[:, 0]), by_group(second - jnp.square(first))
+        mean = means.mean(-1, keepdims=True)
+        return mean[..., 0], (variances + jnp.square(means - mean)).mean(-1)
 
 
 class LayerNorm(nnx.Module):
