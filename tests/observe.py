@@ -355,3 +355,13 @@ def exported(run: Path) -> set[str]:
     return {
         str(tensor.dtype) for tensor in open_tensors(run / "pipeline" / "vae" / "diffusion_pytorch_model.safetensors").values()
     }
+
+
+def overdrawn(config: Config) -> str:
+    """What becomes of an image of another way in the place of a new one."""
+    drawn(dataclasses.replace(config, sampling=dataclasses.replace(config.sampling, eta=0.5, overwrite=True)))
+    try:
+        drawn(config)
+    except ValueError as error:
+        return str(error)
+    return "drawn"

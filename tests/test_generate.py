@@ -6,6 +6,8 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -87,7 +89,8 @@ def test_finished_files_are_skipped_and_others_drawn(
         shutil.copy(path, tmp_path)
     before = (tmp_path / drawn[1].name).stat().st_mtime_ns
     (tmp_path / drawn[0].name).unlink()
-    write_png(tmp_path / drawn[2].name, np.zeros((16, 16, 3), np.uint8), {"prompt": "something else"})
+    damaged = tmp_path / drawn[2].name
+    damaged.write_bytes(damaged.read_bytes()[:-200])
     draw(one_level, tmp_path, f"prompts_file={prompts_file}", "num_images_per_prompt=2", "seed=5")
     assert "2 images drawn, 4 images there already" in capsys.readouterr().out
     for path in drawn:
@@ -95,10 +98,40 @@ def test_finished_files_are_skipped_and_others_drawn(
     assert (tmp_path / drawn[1].name).stat().st_mtime_ns == before
 
 
-def test_a_prompt_that_is_cut_is_told(one_level: Path, tmp_path: Path, capsys):
-    draw(one_level, tmp_path, f"prompt={'word ' * 75}and this is lost", "guidance_scale=1")
+def test_an_image_of_another_way_is_kept(one_level: Path, tmp_path: Path):
+    (path,) = draw(one_level, tmp_path, "prompt=a cat")
+    before = path.read_bytes()
+    for changed, differs in (
+        ("sampler=euler", "sampler"),
+        ("prediction_type=v_prediction", "scheduler"),
+        ("weights_dtype=bfloat16", "weights_dtype"),
+    ):
+        with pytest.raises(ValueError, match=f"a-cat-0.png was made in another way .differs in {differs}.; allowed: another"):
+            draw(one_level, tmp_path, "prompt=a cat", changed)
+    assert path.read_bytes() == before
+    draw(one_level, tmp_path, "prompt=a cat", "sampler=euler", "overwrite=true")
+    assert path.read_bytes() != before
+    write_png(tmp_path / "sheet.png", np.zeros((4, 4, 3), np.uint8))
+    foreign = (tmp_path / "sheet.png").read_bytes()
+    draw(one_level, tmp_path, "prompts=[a dog, a horse]")
+    assert (tmp_path / "sheet.png").read_bytes() == foreign
+
+
+def test_one_prompt_is_not_drawn_many_times(one_level: Path, tmp_path: Path):
+    with mock.patch.object(generate, "requests", wraps=generate.requests) as asked:
+        draw(one_level, tmp_path, "prompt=a cat", "per_device_batch_size=64")
+    assert [len(call.args[1]) for call in asked.call_args_list] == [8]  # one for each of the tests' devices
+
+
+@pytest.mark.parametrize(
+    ("prompt", "tokens"),
+    [("word " * 75 + "and this is lost", 81), ("".join(map(chr, range(0x4E00, 0x4E00 + 40))) + "this is lost", 0)],
+)
+def test_a_prompt_that_is_cut_is_told(one_level: Path, tmp_path: Path, capsys, prompt: str, tokens: int):
+    draw(one_level, tmp_path, f"prompt={prompt}", "guidance_scale=1")
     said = capsys.readouterr().out
-    assert "has 81 tokens, and 77 are read; this is cut off: 'and this is lost'" in said
+    assert re.search(rf"has {tokens or '[0-9]+'} tokens, and 77 are read; this is cut off: ", said)
+    assert "this is lost'" in said
 
 
 def test_an_image_is_changed_by_its_strength(one_level: Path, tmp_path: Path):
@@ -146,6 +179,13 @@ def test_an_inpainting_model_draws_where_the_mask_is(folders: dict[str, Path], t
         (["prompt=x", "image=@/empty.txt"], "empty.txt cannot be read as an image"),
         (["prompt=x", "clip_skip=2"], "clip_skip=2 is too many for the text_encoder's 2 layers"),
         (["prompt=x", "strength=2"], "strength=2 is out of range (allowed: 0 to 1)"),
+        (["prompt=x", "strength=0.5"], "strength=0.5 is of a change of an image, and none is given"),
+        (
+            ["prompt=x", "use_karras_sigmas=true"],
+            "use_karras_sigmas=True is not for sampler=ddim, which has no such choice (allowed with: euler, ",
+        ),
+        (["prompt=x", "sampler=lcm", "timestep_spacing=trailing"], "timestep_spacing='trailing' is not for sampler=lcm"),
+        (["prompt=x", "output_dir=@/empty.txt"], "File exists"),
         ([], "no prompt given; allowed: one of prompt, prompts and prompts_file"),
     ],
 )
@@ -175,5 +215,38 @@ def test_pipeline_generate(one_level: Path, drawn: list[Path]):
     np.testing.assert_array_equal(same, other)
     with pytest.raises(ValueError, match=re.escape("latents of shape [1, 4, 4, 4] is not supported; allowed: [1, 8, 8, 4]")):
         pipeline.generate("x", latents=latents[:, :4, :4], **given)
-    with pytest.raises(ValueError, match="strength=0.5 is of a change of an image, and none is given"):
-        pipeline.generate("x", strength=0.5, **given)
+    karras, plain = (
+        pipeline.generate("x", sampler="euler", use_karras_sigmas=k, timestep_spacing="linspace", **{**given, "steps": 3})
+        for k in (True, False)
+    )
+    assert (karras != plain).any()
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "message"),
+    [
+        ("x", {"strength": 0.5}, "strength=0.5 is of a change of an image, and none is given"),
+        ([], {}, "prompts=[] has no text"),
+        ([3], {}, "prompts=[3] is no text, or a list of texts"),
+        ("x", {"negative_prompt": None}, "negative_prompt=None is no text, or a list of texts"),
+        ("x", {"seed": [3.5]}, "seed=[3.5] is no whole number, or a list of them"),
+        ("x", {"seed": [1, 2]}, "2 seeds for 1 prompts; allowed: one for each"),
+        ("x", {"guidance_scale": "7"}, "guidance_scale='7' is no finite number"),
+        ("x", {"guidance_scale": float("nan")}, "guidance_scale=nan is no finite number"),
+        ("x", {"image": np.zeros((1, 16, 16, 3))}, "image has dtype float64; allowed: uint8, 0 to 255"),
+        ("x", {"latents": np.full((1, 8, 8, 4), np.nan)}, "latents has values that are not finite"),
+        ("x", {"step": 3}, "generate has no step"),
+    ],
+)
+def test_mistakes_of_pipeline_generate_are_named(one_level: Path, prompts: Any, options: dict, message: str):
+    pipeline = Pipeline.load(one_level)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        pipeline.generate(prompts, **{"steps": 2, "height": 16, "width": 16, **options})
+
+
+def test_whole_numbers_of_numpy_are_seeds_and_cut_prompts_are_logged(one_level: Path, caplog):
+    pipeline = Pipeline.load(one_level)
+    given = {"steps": 1, "height": 16, "width": 16, "guidance_scale": 1.0}
+    one, two = (pipeline.generate("word " * 80, seed=seed, **given) for seed in (np.int64(3), 3))
+    np.testing.assert_array_equal(one, two)
+    assert "has 82 tokens, and 77 are read" in caplog.text

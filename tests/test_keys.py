@@ -34,7 +34,7 @@ BLOCK = {"block_out_channels": [8], "down_block_types": ["DownEncoderBlock2D"], 
          "norm_num_groups": 4, "scaling_factor": 0.2}  # fmt: skip
 TRAINED = {"vae": BLOCK, "train_vae": True, "resolution": 8, "max_train_steps": 3, "use_ema": False, "optimizer": "lion"}
 PRETRAINED = {"pretrained_model_name_or_path": "@/a"}
-DRAWN = {**PRETRAINED, "run_name": "", "prompt": "a cat"}
+DRAWN = {**PRETRAINED, "run_name": "", "prompt": "a cat", "overwrite": True}
 # As SDXL's, with two text encoders.
 DOUBLE = {**PRETRAINED, "unet": {**NEW["unet"], "cross_attention_dim": 64}, "tokenizer_2_path": "@/a/tokenizer"}
 # Values of keys that only a whole run tells apart, and which run has them.
@@ -190,12 +190,13 @@ TABLE: dict[str, tuple[Any, Any, Callable[[Config], Any], dict[str, Any]]] = {
     "sampler": ("ddim", "euler", see.drawn, DRAWN),
     "guidance_rescale": (0.0, 0.7, see.drawn, DRAWN),
     "eta": (0.0, 1.0, see.drawn, DRAWN),
-    "use_karras_sigmas": ("auto", True, see.drawn, DRAWN),
+    "use_karras_sigmas": ("auto", True, see.drawn, {**DRAWN, "sampler": "euler"}),
     "clip_skip": (0, 1, see.drawn, DRAWN),
     "image": ("@/a.png", "@/b.png", see.drawn, DRAWN),
     "mask": ("@/a.png", "@/b.png", see.drawn, {**DRAWN, "unet": {"in_channels": 9}, "image": "@/a.png"}),
     "strength": (-1.0, 0.5, see.drawn, {**DRAWN, "image": "@/a.png"}),
     "vae_slicing": (False, True, see.drawn, DRAWN),
+    "overwrite": (False, True, see.overdrawn, DRAWN),
     "validation_prompts": ([], ["a cat", "a dog"], see.validated, PRETRAINED),
     "negative_prompt": ("", "a dog", see.drawn, DRAWN),
     "num_inference_steps": (30, 20, see.drawn, DRAWN),

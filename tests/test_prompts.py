@@ -29,7 +29,7 @@ def test_each_image_of_several_has_a_seed_and_a_name_of_its_own():
 
 
 def test_a_file_of_lines(tmp_path: Path):
-    (tmp_path / "a.txt").write_text("a cat\n\n  ein Hund, groß \n", encoding="utf-8")
+    (tmp_path / "a.txt").write_text("\ufeffa cat\n\n  ein Hund, groß \n", encoding="utf-8")  # as Windows' editor begins
     images = wanted(Sampling(prompts_file=str(tmp_path / "a.txt")), seed=0)
     assert [(image.prompt, image.seed) for image in images] == [("a cat", 0), ("ein Hund, groß", 1)]
 
@@ -46,6 +46,7 @@ def test_names():
     assert slug("A cat, in a HAT?!") == "a-cat-in-a-hat"
     assert slug("/../") == "image"
     assert len(slug("word " * 50)) <= 60
+    assert len(slug("\N{CJK UNIFIED IDEOGRAPH-20000}" * 80).encode()) <= 180
 
 
 @pytest.mark.parametrize(
@@ -67,11 +68,13 @@ def test_names():
         ({"prompts_file": "@/b.jsonl"}, "b.jsonl, line 1: seed=True has the wrong type (allowed: int)"),
         ({"prompts_file": "@/c.jsonl"}, "c.jsonl, line 1 is no JSON: "),
         ({"prompts_file": "@/d.jsonl"}, "d.jsonl, line 1 is no object with a prompt"),
+        ({"prompts_file": "@/e.jsonl"}, "e.jsonl, line 1: prompt='\\ud800' is no text: it has half of a character"),
+        ({"prompts_file": "@/f.json"}, "f.json' is not supported; allowed: .jsonl, an object on each line, or .txt"),
     ],
 )
 def test_mistakes_are_named(tmp_path: Path, sampling: dict, message: str):
     files = {"empty.txt": "\n \n", "a.jsonl": '{"prompt": "a"}\n{"prompt": "b", "sed": 1}', "b.jsonl": '{"prompt": "a", "seed": true}',
-             "c.jsonl": "{", "d.jsonl": '"a"'}  # fmt: skip
+             "c.jsonl": "{", "d.jsonl": '"a"', "e.jsonl": '{"prompt": "\\ud800"}', "f.json": "[]"}  # fmt: skip
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     at = {key: value.replace("@", str(tmp_path)) if isinstance(value, str) else value for key, value in sampling.items()}

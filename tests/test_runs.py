@@ -115,10 +115,11 @@ def test_a_run_draws_by_generate(run: Path, tmp_path: Path):
     for name, step, more in (("last", None, ()), ("plain", None, ("use_ema=false",)), ("named", 4, ()), ("before", 2, ())):
         config = load_config(run / "config.yml", [*common, "prompt=A red heart!", *more])
         (path,) = generate.generate(config, step)
-        assert path == run / "images" / "a-red-heart-0.png"
+        model = f"r-{step or 4}" + ("-without-average" if more else "")
+        assert path == run / "images" / model / "a-red-heart-0.png"
         with Image.open(path) as image:
             assert (image.size, image.info["prompt"], image.info["steps"]) == ((16, 16), "A red heart!", "2")
-            assert image.info["model"] == f"r-{step or 4}" + ("-without-average" if more else "")
+            assert image.info["model"] == model
             drawn[name] = np.asarray(image).astype(int)
     np.testing.assert_array_equal(drawn["last"], drawn["named"])
     assert all(np.abs(drawn[name] - drawn["last"]).max() > 0 for name in ("before", "plain"))
@@ -137,7 +138,7 @@ def test_a_run_draws_by_generate(run: Path, tmp_path: Path):
             generate.generate(load_config(base if step is None else run / "config.yml", overrides), step)
 
 
-def test_a_run_draws_on_another_mesh_by_its_own_settings(run: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_run_draws_on_another_mesh_by_its_own_settings(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     asked = []
     monkeypatch.setattr(generate, "generate", lambda config, step: asked.append((config, step)))
     assert generate.main([str(ROOT / "configs" / "base.yml"), "run_name=r", f"output_dir={run.parent}", "prompt=x", "step=2",
@@ -146,6 +147,20 @@ def test_a_run_draws_on_another_mesh_by_its_own_settings(run: Path, monkeypatch:
     assert step == 2
     assert (config.sampling.num_inference_steps, config.model.unet["block_out_channels"]) == (2, [32])  # the run's
     assert (config.sampling.prompt, config.mesh.ici_fsdp_parallelism) == ("x", 2)
+    # What a file says of drawing counts too, under the command line, and over the run's.
+    (tmp_path / "my.yml").write_text(
+        f"base: {ROOT / 'configs' / 'base.yml'}\nsampler: euler\nnum_inference_steps: 7\nprompt: y\n"
+    )
+    common = ["run_name=r", f"output_dir={run.parent}", "skip_jax_distributed_system=true"]
+    assert generate.main([str(tmp_path / "my.yml"), *common, "sampler=heun"]) == 0
+    sampling = asked[-1][0].sampling
+    assert (sampling.sampler, sampling.num_inference_steps, sampling.prompt) == ("heun", 7, "y")
+    for changed, message in (
+        ("unet_path=other", "unet_path='other' is not for a run, whose own weights are drawn with"),
+        ("revision=v2", "revision='v2' is not for a run"),
+    ):
+        assert generate.main([str(tmp_path / "my.yml"), *common, changed]) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_an_audit_names_what_made_a_step(run: Path, capsys):

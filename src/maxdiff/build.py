@@ -18,6 +18,7 @@ from maxdiff.checkpoint import Checkpoints, has_checkpoints
 from maxdiff.config import SECTIONS, Config, flat, load_config
 from maxdiff.data.pipeline import TOKEN_NAMES, BatchPlan, Tokenizer, batches, load_example
 from maxdiff.data.sources import Source, open_source
+from maxdiff.diffusion.sampler_config import KEYS, sampler_name
 from maxdiff.draw import Draw, DrawConfig, draw_function
 from maxdiff.gradients import BATCH_AXES, gradient_function
 from maxdiff.models.network import Network, Params, unflatten
@@ -320,11 +321,22 @@ def draw_config(config: Config, strength: float | None = None) -> DrawConfig:
 
 
 def sampler_keys(config: Config, scheduler: Mapping[str, Any]) -> dict[str, Any]:
-    """The scheduler_config.json under the configuration's keys."""
+    """The scheduler_config.json under the configuration's keys.
+
+    Raises:
+        ValueError: for a key that the sampler does not know.
+    """
     section = config.sampling
     changed: dict[str, Any] = {"timestep_spacing": section.timestep_spacing} if section.timestep_spacing else {}
     if section.use_karras_sigmas != "auto":
         changed["use_karras_sigmas"] = section.use_karras_sigmas
+    sampler = section.sampler or sampler_name(scheduler)
+    for key, value in changed.items():
+        if value and sampler in KEYS and key not in KEYS[sampler]:
+            able = ", ".join(name for name, known in KEYS.items() if key in known)
+            raise ValueError(f"{key}={value!r} is not for sampler={sampler}, which has no such choice (allowed with: {able})")
+    if config.objective.rescale_zero_terminal_snr:
+        changed["rescale_betas_zero_snr"] = True
     return {**scheduler, **changed}
 
 

@@ -233,6 +233,7 @@ class Sampling:
     mask: str = ""
     strength: float = -1.0
     vae_slicing: bool = False
+    overwrite: bool = False
 
     def __post_init__(self):
         _between(self, "num_inference_steps", 1, math.inf)
@@ -333,8 +334,13 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
             raise ValueError(f"{override!r} is not of the form key=value")
         _check_key(key, "the command line")
         # A string needs no quotes: run_name=007 is no number.
-        plain = KEYS[key][1] is str and not text.startswith(("'", '"'))
-        values[key] = text if plain else _parse(text, f"the command line, {key}")
+        text_key, where = KEYS[key][1] is str, f"the command line, {key}"
+        try:
+            values[key] = text if text_key and not text.startswith(("'", '"')) else _parse(text, where)
+        except ValueError:
+            if not text_key:
+                raise
+            values[key] = text  # a prompt that begins with a quotation
     return make_config(values)
 
 

@@ -11,7 +11,8 @@ on any mesh.
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -24,6 +25,7 @@ from maxdiff.diffusion.sampler import begin, guided, make_plan, sample
 from maxdiff.diffusion.sampler_config import sampler_name
 from maxdiff.losses import from_uint8, to_uint8
 from maxdiff.models.network import Network, Params
+from maxdiff.weights.tokenizer import CLIPTokenizer
 
 if TYPE_CHECKING:
     from maxdiff.pipeline import Pipeline
@@ -150,6 +152,15 @@ def requests(
     return request
 
 
+def cut_prompts(tokenizer: CLIPTokenizer, texts: Iterable[str]) -> Iterator[str]:
+    """A sentence for each text that has more tokens than are read."""
+    for text in dict.fromkeys(texts):
+        # A token has at least one byte.
+        if len(text.encode()) > tokenizer.max_length - 2 and (rest := tokenizer.cut(text)):
+            yield (f"{text[:40]!r}... has {tokenizer.length(text)} tokens, and {tokenizer.max_length} are read; "
+                   f"this is cut off: {rest!r}")  # fmt: skip
+
+
 def check_seed(seed: int) -> None:
     """Raise ValueError for a seed that is out of range."""
     if not 0 <= seed < 2**32:
@@ -254,6 +265,10 @@ def _check(networks: Mapping[str, Network], config: DrawConfig) -> None:
         )
     if unet.out_channels != vae.latent_channels:
         raise ValueError(f"the unet's out_channels={unet.out_channels} are not supported; allowed: {vae.latent_channels}")
+    for key in ("guidance_scale", "guidance_rescale", "eta"):
+        value = getattr(config, key)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise ValueError(f"{key}={value!r} is no finite number")
     for key in ("height", "width"):
         pixels = getattr(config, key)
         if pixels < 1 or pixels % vae.downscale:

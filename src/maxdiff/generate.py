@@ -3,11 +3,13 @@
     python generate.py configs/base14.yml run_name=my_run output_dir=runs prompt="a red heart" [step=1000]
     python generate.py configs/base14.yml pretrained_model_name_or_path=FOLDER output_dir=images prompts_file=prompts.txt
 
-Images go to the run's images/, or to output_dir. Each is named after its prompt and its seed, and carries all that it
-was made of.
+Images go to the run's images/NAME/, where NAME is the run and the step, or to output_dir. Each is named after its prompt
+and its seed, and carries all that it was made of: an image of the same name that was made in another way is kept.
 """
 
 import dataclasses
+import hashlib
+import json
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,11 +23,11 @@ from PIL import Image
 
 from maxdiff import build, command
 from maxdiff.checkpoint import Checkpoints, has_checkpoints
-from maxdiff.config import Config
-from maxdiff.diffusion.sampler_config import sampler_name
-from maxdiff.draw import check_given, requests, usual_strength
+from maxdiff.config import Config, Sampling, load_config
+from maxdiff.diffusion.sampler_config import sampler_config, sampler_name
+from maxdiff.draw import check_given, cut_prompts, requests, usual_strength
 from maxdiff.gradients import outputs_function
-from maxdiff.images import check_image, grid, read_image, read_mask, read_texts, write_png
+from maxdiff.images import grid, image_size, read_image, read_mask, read_texts, write_png
 from maxdiff.models.network import Network, Params, unflatten
 from maxdiff.pipeline import WEIGHTS, Part, Pipeline
 from maxdiff.processes import agreed, say, start, wait_for_all
@@ -36,6 +38,7 @@ from maxdiff.task import make_compute, make_task
 # As other tools spell them in a PNG's `parameters`.
 SPELLED = {"ddpm": "DDPM", "ddim": "DDIM", "pndm": "PLMS", "euler": "Euler", "euler_ancestral": "Euler a", "heun": "Heun",
            "lms": "LMS", "dpmpp_2m": "DPM++ 2M", "dpmpp_2m_sde": "DPM++ 2M SDE", "unipc": "UniPC", "lcm": "LCM"}  # fmt: skip
+SHEETS = "MaxDiff's contact sheet"
 SHEET = 100  # images at most on the contact sheet
 WRITERS = 4  # threads that write PNGs
 SECONDS = 10  # between two lines of progress
@@ -55,7 +58,17 @@ def main(argv: Sequence[str]) -> int:
 def _of_run(config: Config, argv: Sequence[str]) -> Config:
     """A run's own configuration, as far as it says what the run is; where and on what it draws is said here."""
     saved = command.saved_config(config, argv)
-    return config if saved is None else dataclasses.replace(saved, run=config.run, mesh=config.mesh)
+    if saved is None:
+        return config
+    trained = vars(load_config(config.run.folder / "config.yml").model)
+    for key, value in vars(saved.model).items():
+        if value != trained[key] and (key.endswith("_path") or key in ("revision", "variant", "from_pt")):
+            raise ValueError(f"{key}={value!r} is not for a run, whose own weights are drawn with (allowed: without run_name)")
+    if not has_checkpoints(config.run.folder / "checkpoints") and any(argument.startswith("use_ema=") for argument in argv):
+        raise ValueError(f"use_ema is of a checkpoint, and the run {config.run.folder} has none; its pipeline/ is drawn with")
+    # What is said of drawing in the file named here, or on the command line, goes before what the run was trained with.
+    said = {key: value for key, value in vars(config.sampling).items() if value != getattr(Sampling(), key)}
+    return dataclasses.replace(saved, run=config.run, mesh=config.mesh, sampling=dataclasses.replace(saved.sampling, **said))
 
 
 def generate(config: Config, step: int | None = None) -> list[Path]:
@@ -75,13 +88,15 @@ def generate(config: Config, step: int | None = None) -> list[Path]:
     networks = {name: part.network for name, part in pipeline.networks()}
     strength = _strength(config, networks, images)
     draw = build.make_draw(config, networks, pipeline.scheduler, strength)
-    folder = config.run.folder / "images" if config.run.run_name else Path(config.run.output_dir or ".").expanduser()
-    texts = [_texts(config, pipeline, image, model, strength) for image in images]
-    missing = _missing(folder, images, texts)
+    folder = config.run.folder / "images" / model if config.run.run_name else Path(config.run.output_dir or ".").expanduser()
+    folder.mkdir(parents=True, exist_ok=True)
+    texts = _texts(config, pipeline, images, model, strength)
+    missing = _missing(folder, images, texts, config.sampling.overwrite)
     _tell_cut(pipeline, images)
 
-    # One program, for as many images as the devices take at once.
-    at_once = config.batch.per_device_batch_size * build.batch_shards(layout.mesh)
+    # One program, for as many images as the devices take at once, and no more than there are.
+    shards = build.batch_shards(layout.mesh)
+    at_once = min(config.batch.per_device_batch_size, max(1, -(-len(missing) // shards))) * shards
     weights = {name: part.params for name, part in pipeline.networks()}
     specs: Params = {name: unflatten(layout.specs(network).items()) for name, network in networks.items()}
     on_params: Any = lambda params, _, request: draw(params, request)
@@ -147,6 +162,8 @@ def load(config: Config, layout: Layout, step: int | None) -> tuple[Pipeline, st
 def _of_checkpoint(config: Config, layout: Layout, step: int | None) -> tuple[Pipeline, str]:
     if config.model.train_vae:
         raise ValueError(f"the run {config.run.folder} trains an autoencoder, which draws nothing")
+    if not (config.run.folder / "pipeline").is_dir():
+        raise FileNotFoundError(f"the run {config.run.folder} has lost its pipeline/, which holds what is not trained")
     with Checkpoints(config.run.folder / "checkpoints", read_only=True) as checkpoints:
         step = checkpoints.steps()[-1] if step is None else step
         task = make_task(config, layout, config.run.folder / "pipeline")
@@ -175,52 +192,83 @@ def _strength(config: Config, networks: Mapping[str, Network], images: Sequence[
             raise ValueError(f"{key} is given for {count} of {len(images)} images; allowed: for all or none")
     check_given(networks, image=bool(of_image), mask=bool(of_mask))
     if not of_image:
+        if config.sampling.strength != -1:
+            raise ValueError(f"strength={config.sampling.strength} is of a change of an image, and none is given")
         return None
+    drawn = build.draw_config(config)
     for path in sorted({path for image in images for path in (image.image, image.mask) if path}):
-        check_image(path)
+        width, height = image_size(path)
+        if (width, height) != (drawn.width, drawn.height):
+            say(f"{path} is {width}x{height}: its middle is drawn, at {drawn.width}x{drawn.height} (keys width and height)")
     given = config.sampling.strength
     return usual_strength(networks) if given == -1 else given
 
 
-def _texts(config: Config, pipeline: Pipeline, image: Wanted, model: str, strength: float | None) -> dict[str, str]:
-    """What a PNG says of itself: each setting, and all of them in `parameters`, as other tools read them."""
-    drawn = build.draw_config(config, strength)
-    sampler = drawn.sampler or sampler_name(pipeline.scheduler)
-    texts = {
-        "prompt": image.prompt, "negative_prompt": image.negative_prompt, "seed": str(image.seed), "sampler": sampler,
-        "steps": str(drawn.num_inference_steps), "guidance_scale": str(drawn.guidance_scale), "model": model,
-        "size": f"{drawn.width}x{drawn.height}",
+def _texts(
+    config: Config, pipeline: Pipeline, images: Sequence[Wanted], model: str, strength: float | None
+) -> list[dict[str, str]]:
+    """What each PNG says of itself: all that decides its pixels, and what other tools read in `parameters`."""
+    drawn, scheduler = build.draw_config(config, strength), build.sampler_keys(config, pipeline.scheduler)
+    sampler = drawn.sampler or sampler_name(scheduler)
+    common = {
+        "sampler": sampler, "steps": str(drawn.num_inference_steps), "guidance_scale": str(drawn.guidance_scale),
+        "model": model, "size": f"{drawn.width}x{drawn.height}", "scheduler": json.dumps(scheduler, sort_keys=True),
+        "weights_dtype": config.model.weights_dtype, "activations_dtype": config.model.activations_dtype,
     }  # fmt: skip
-    scheduler = build.sampler_keys(config, pipeline.scheduler)
-    usual = {"guidance_rescale": drawn.guidance_rescale, "eta": drawn.eta, "clip_skip": drawn.clip_skip, "image": image.image,
-             "mask": image.mask, "strength": strength or "", "use_karras_sigmas": scheduler.get("use_karras_sigmas") or "",
-             "timestep_spacing": config.sampling.timestep_spacing}  # fmt: skip
-    texts |= {key: str(value) for key, value in usual.items() if value}
-    named = {"Steps": texts["steps"], "Sampler": SPELLED[sampler] + (" Karras" if "use_karras_sigmas" in texts else ""),
-             "CFG scale": f"{drawn.guidance_scale:g}", "Seed": texts["seed"], "Size": texts["size"],
-             "Model": Path(model.partition(",")[0]).name.removesuffix(".safetensors")}  # fmt: skip
-    named |= {"Denoising strength": f"{strength:g}"} if strength is not None else {}
+    usual = {"guidance_rescale": drawn.guidance_rescale, "eta": drawn.eta, "clip_skip": drawn.clip_skip,
+             "strength": strength or "", "revision": config.model.revision, "variant": config.model.variant,
+             "precision": config.model.precision.removeprefix("DEFAULT"),
+             "seed_of_weights": str(config.run.seed) if config.model.new and not config.run.run_name else ""}  # fmt: skip
+    common |= {key: str(value) for key, value in usual.items() if value}
+    spelled = SPELLED[sampler] + (" Karras" if sampler_config(scheduler, sampler).use_karras_sigmas else "")
+    named = {"Steps": common["steps"], "Sampler": spelled, "CFG scale": f"{drawn.guidance_scale:g}"}
+    more = {"Size": common["size"], "Model": Path(model.partition(",")[0]).name.removesuffix(".safetensors")}
+    more |= {"Denoising strength": f"{strength:g}"} if strength is not None else {}
     # There it counts the layers from the end, from 1.
-    named |= {"Clip skip": str(drawn.clip_skip + 1)} if drawn.clip_skip else {}
-    lines = [image.prompt, *([f"Negative prompt: {image.negative_prompt}"] if image.negative_prompt else [])]
-    return {"parameters": "\n".join([*lines, ", ".join(f"{key}: {value}" for key, value in named.items())]), **texts}
+    more |= {"Clip skip": str(drawn.clip_skip + 1)} if drawn.clip_skip else {}
+    # Other contents of the same file are another image to begin with.
+    files = {path: f"{path} {_fingerprint(path)}" for image in images for path in (image.image, image.mask) if path}
+    texts = []
+    for image in images:
+        lines = [image.prompt, *([f"Negative prompt: {image.negative_prompt}"] if image.negative_prompt else [])]
+        last = ", ".join(f"{key}: {value}" for key, value in {**named, "Seed": str(image.seed), **more}.items())
+        own = {"prompt": image.prompt, "negative_prompt": image.negative_prompt, "seed": str(image.seed)}
+        own |= {key: files[path] for key, path in (("image", image.image), ("mask", image.mask)) if path}
+        texts.append({"parameters": "\n".join([*lines, last]), **own, **common})
+    return texts
 
 
-def _missing(folder: Path, images: Sequence[Wanted], texts: Sequence[Mapping[str, str]]) -> list[int]:
-    """Which images are not there yet, made of just this; the first process looks."""
-    there = np.zeros(len(images), bool)
+def _fingerprint(path: str) -> str:
+    return hashlib.sha256(Path(path).expanduser().read_bytes()).hexdigest()[:16]
+
+
+def _missing(folder: Path, images: Sequence[Wanted], texts: Sequence[Mapping[str, str]], overwrite: bool) -> list[int]:
+    """Which images are not there yet, made of just this; the first process looks.
+
+    Raises:
+        ValueError: if another stands in the place of one, unless it may be overwritten.
+    """
+    there, others = np.zeros(len(images), np.int8), {}
     if jax.process_index() == 0:
-        there[:] = [read_texts(folder / image.file) == text for image, text in zip(images, texts, strict=True)]
-    return np.flatnonzero(~agreed(there)).tolist()
+        for i, (image, text) in enumerate(zip(images, texts, strict=True)):
+            found = read_texts(folder / image.file)
+            if found is not None and found != text:
+                others[i] = [key for key in text if key != "parameters" and found.get(key) != text[key]]
+            there[i] = 2 if i in others else found is not None
+    there = agreed(there)
+    if (there == 2).any() and not overwrite:
+        i = int(np.flatnonzero(there == 2)[0])
+        differ = f" (differs in {', '.join(others[i])})" if i in others else ""
+        raise ValueError(f"{folder / images[i].file} was made in another way{differ}; allowed: another output_dir, or "
+                         "overwrite=true")  # fmt: skip
+    return np.flatnonzero(there != 1).tolist()
 
 
 def _tell_cut(pipeline: Pipeline, images: Sequence[Wanted]) -> None:
     """Say which prompts are too long to be read whole."""
-    long = {text: rest for image in images for text in (image.prompt, image.negative_prompt)
-            if len(text) > 70 and (rest := pipeline.tokenizer.cut(text))}  # fmt: skip
-    for text, rest in list(long.items())[:3]:
-        say(f"{text[:40]!r}... has {pipeline.tokenizer.length(text)} tokens, and {pipeline.tokenizer.max_length} are read; "
-            f"this is cut off: {rest!r}")  # fmt: skip
+    long = list(cut_prompts(pipeline.tokenizer, (text for x in images for text in (x.prompt, x.negative_prompt))))
+    for sentence in long[:3]:
+        say(sentence)
     if len(long) > 3:
         say(f"{len(long) - 3} other prompts are cut too")
 
@@ -306,5 +354,10 @@ def _show(folder: Path, paths: Sequence[Path]) -> None:
     for path in shown:
         with Image.open(path) as image:
             images.append(np.asarray(image.convert("RGB")))
-    write_png(folder / "sheet.png", grid(np.stack(images)))
-    say(f"wrote {folder}; {len(shown)} of {len(paths)} are on {folder / 'sheet.png'}")
+    sheet = folder / "sheet.png"
+    # One that is not ours is left alone.
+    if sheet.exists() and (read_texts(sheet) or {}).get("Software") != SHEETS:
+        say(f"wrote {folder}, without a sheet, as {sheet} is not of these images")
+        return
+    write_png(sheet, grid(np.stack(images)), {"Software": SHEETS})
+    say(f"wrote {folder}; {len(shown)} of {len(paths)} are on {sheet}")

@@ -51,9 +51,10 @@ def read_mask(path: str | Path, height: int, width: int) -> np.ndarray:
     return np.asarray(_read(path, "L", (height, width), Image.Resampling.BILINEAR), np.float32)[..., None] / 255
 
 
-def check_image(path: str | Path) -> None:
-    """Raise ValueError unless a file begins as an image does; its pixels are not read."""
-    _opened(path).close()
+def image_size(path: str | Path) -> tuple[int, int]:
+    """Width and height; raises ValueError unless the file begins as an image does. Its pixels are not read."""
+    with _opened(path) as image:
+        return image.size
 
 
 def _opened(path: str | Path) -> Image.Image:
@@ -74,13 +75,15 @@ def _read(path: str | Path, mode: str, size: tuple[int, int], resampling: Image.
     return ImageOps.fit(image, (size[1], size[0]), resampling)
 
 
-def read_texts(path: Path) -> dict[str, str]:
-    """The texts of a PNG that `write_png` wrote, which stand before its pixels; {} if there is none."""
+def read_texts(path: Path) -> dict[str, str] | None:
+    """The texts of a PNG that `write_png` wrote; {} of another image, None if there is none that is whole."""
     try:
         with Image.open(path) as image:
-            return {str(key): value for key, value in image.info.items() if isinstance(value, str)}
-    except OSError:
-        return {}
+            texts = {str(key): value for key, value in image.info.items() if isinstance(value, str)}
+            image.load()
+            return texts
+    except (OSError, SyntaxError):  # Pillow's word for a damaged PNG is SyntaxError
+        return None
 
 
 def write_png(path: Path, image: np.ndarray, metadata: Mapping[str, str] | None = None) -> None:

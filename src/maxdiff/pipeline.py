@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from maxdiff.draw import DrawConfig, check_given, compiled_draw, requests, usual_strength
+from maxdiff.draw import DrawConfig, check_given, compiled_draw, cut_prompts, requests, usual_strength
 from maxdiff.models.layers import Compute
 from maxdiff.models.network import Network, Params, Placement, flatten
 from maxdiff.weights import original
@@ -139,6 +139,8 @@ class Pipeline:
         image: ArrayLike | None = None,
         mask: ArrayLike | None = None,
         strength: float | None = None,
+        timestep_spacing: str | None = None,
+        use_karras_sigmas: bool | None = None,
         **options: Any,
     ) -> np.ndarray:
         """Draw prompts -> images uint8 [n height width 3]; compiled once for each number of prompts and setting.
@@ -154,24 +156,33 @@ class Pipeline:
             image: uint8 [n height width 3] to begin with.
             mask: float32 [n height width 1], 1 where the image is drawn anew; for inpainting models.
             strength: with an image, the share of the steps that are made, 0 to 1; by default 0.8, with a mask 1.
+            timestep_spacing: leading, trailing or linspace, over what the scheduler's configuration says.
+            use_karras_sigmas: likewise.
             options: guidance_rescale, eta, clip_skip and vae_slicing of `DrawConfig`.
 
         Raises:
             ValueError: naming what does not fit, before anything is drawn.
         """
-        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
-        seeds = [seed + i for i in range(len(prompts))] if isinstance(seed, int) else list(seed)
-        negative = [negative_prompt] * len(prompts) if isinstance(negative_prompt, str) else list(negative_prompt)
+        prompts = _texts("prompts", prompts)
+        seeds = _seeds(seed, len(prompts))
+        negative = _texts("negative_prompt", negative_prompt)
+        negative = negative * len(prompts) if isinstance(negative_prompt, str) else negative
         height, width = (given or usual for given, usual in zip((height, width), self._size(), strict=True))
         networks = {name: part.network for name, part in self.networks()}
         check_given(networks, image=image is not None, mask=mask is not None)
         if image is not None and strength is None:
             strength = usual_strength(networks)
+        schedule = {"timestep_spacing": timestep_spacing, "use_karras_sigmas": use_karras_sigmas}
+        if unknown := set(options) - {"guidance_rescale", "eta", "clip_skip", "vae_slicing"}:
+            raise ValueError(f"generate has no {min(unknown)}")
         config = DrawConfig(height, width, steps, guidance_scale, sampler=sampler, strength=strength, **options)
         request = requests(self, prompts, negative, seeds=seeds)
-        given = {"latents": (latents, np.float32), "image": (image, np.uint8), "mask": (mask, np.float32)}
-        request |= {name: np.asarray(value, dtype) for name, (value, dtype) in given.items() if value is not None}
-        program = compiled_draw(tuple(networks.items()), json.dumps(self.scheduler), config)
+        given = {"latents": latents, "image": image, "mask": mask}
+        request |= {name: _array(name, value) for name, value in given.items() if value is not None}
+        for sentence in cut_prompts(self.tokenizer, [*prompts, *negative]):
+            logger.warning(sentence)
+        scheduler = {**self.scheduler, **{key: value for key, value in schedule.items() if value is not None}}
+        program = compiled_draw(tuple(networks.items()), json.dumps(scheduler), config)
         return np.asarray(program({name: part.params for name, part in self.networks()}, request))
 
     def save(self, folder: str | Path, *, dtype: Any = None) -> None:
@@ -253,6 +264,35 @@ class Pipeline:
         else:
             index |= {"safety_checker": [None, None], "requires_safety_checker": False}
         return index
+
+
+def _texts(name: str, given: str | Sequence[str]) -> list[str]:
+    texts = [given] if isinstance(given, str) else given
+    if not isinstance(texts, Sequence) or not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"{name}={given!r} is no text, or a list of texts")
+    if not texts:
+        raise ValueError(f"{name}={given!r} has no text")
+    return list(texts)
+
+
+def _seeds(given: int | Sequence[int], count: int) -> list[int]:
+    seeds = np.asarray(given)
+    if seeds.ndim > 1 or seeds.dtype.kind not in "iu":
+        raise ValueError(f"seed={given!r} is no whole number, or a list of them")
+    return seeds.tolist() if seeds.ndim else [int(seeds) + i for i in range(count)]
+
+
+def _array(name: str, given: ArrayLike) -> np.ndarray:
+    """What `generate` is given to begin with, as a request has it."""
+    array = np.asarray(given)
+    if name == "image":
+        if array.dtype != np.uint8:
+            raise ValueError(f"image has dtype {array.dtype}; allowed: uint8, 0 to 255")
+        return array
+    array = array.astype(np.float32)
+    if not np.isfinite(array).all() or (name == "mask" and not 0 <= array.min() <= array.max() <= 1):
+        raise ValueError(f"{name} has values that are {'not finite' if name == 'latents' else 'outside 0 to 1'}")
+    return array
 
 
 def check_fit(networks: Mapping[str, Network], tokenizers: Mapping[str, CLIPTokenizer]) -> None:

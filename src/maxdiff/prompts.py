@@ -64,7 +64,9 @@ def wanted(sampling: Sampling, seed: int) -> list[Wanted]:
 def slug(prompt: str) -> str:
     """A file's name from a prompt."""
     kept = "".join(c if c.isalnum() else "-" for c in prompt.lower())
-    return "-".join(filter(None, kept.split("-")))[:60].rstrip("-") or "image"
+    short = "-".join(filter(None, kept.split("-")))[:60]
+    # File systems count bytes, and allow 255.
+    return short.encode()[:180].decode(errors="ignore").rstrip("-") or "image"
 
 
 def _lines(sampling: Sampling) -> Iterator[dict[str, Any]]:
@@ -80,8 +82,11 @@ def _lines(sampling: Sampling) -> Iterator[dict[str, Any]]:
 
 def _file(path: Path) -> Sequence[dict[str, Any]]:
     """The lines of a file: a prompt each, or, of a .jsonl, an object each; empty ones are passed over."""
+    if path.suffix == ".json":
+        raise ValueError(f"prompts_file={str(path)!r} is not supported; allowed: .jsonl, an object on each line, or .txt")
     try:
-        texts = path.read_text(encoding="utf-8").splitlines()
+        # Not splitlines(), which also splits where JSON may go on.
+        texts = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"prompts_file={str(path)!r} cannot be read: {error}") from None
     numbered = [(number, text.strip()) for number, text in enumerate(texts, 1) if text.strip()]
@@ -104,4 +109,6 @@ def _object(text: str, where: str) -> dict[str, Any]:
             raise ValueError(f"{where}: there is no {key!r} (allowed: {', '.join(FIELDS)})")
         if not isinstance(value, FIELDS[key]) or isinstance(value, bool):
             raise ValueError(f"{where}: {key}={value!r} has the wrong type (allowed: {FIELDS[key].__name__})")
+        if isinstance(value, str) and not value.isascii() and value != value.encode(errors="replace").decode():
+            raise ValueError(f"{where}: {key}={value!r} is no text: it has half of a character")
     return line

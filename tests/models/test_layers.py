@@ -15,7 +15,9 @@ def test_gelu_is_the_exact_one():
     np.testing.assert_allclose(gelu(x), jax.nn.gelu(x, approximate=False), atol=1e-6, rtol=0)
     half = gelu(x.astype(jnp.bfloat16))
     assert half.dtype == jnp.bfloat16
-    np.testing.assert_allclose(half.astype(jnp.float32), gelu(x.astype(jnp.bfloat16).astype(jnp.float32)), rtol=2**-8, atol=1e-6)
+    np.testing.assert_allclose(
+        half.astype(jnp.float32), gelu(x.astype(jnp.bfloat16).astype(jnp.float32)), rtol=2**-8, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 2e-5), (jnp.bfloat16, 2e-2)])
