@@ -16,7 +16,7 @@ from flax import nnx
 from maxdiff import build, generate, judge, processes
 from maxdiff.checkpoint import Checkpoints
 from maxdiff.config import Config
-from maxdiff.data.pipeline import load_batch
+from maxdiff.data.pipeline import load_batch, load_example
 from maxdiff.diffusion.objective import drop_caption, noisy_batch
 from maxdiff.diffusion.schedule import noise_schedule
 from maxdiff.metrics import read_metrics
@@ -150,7 +150,13 @@ def computed(config: Config) -> str:
 
 def examples(config: Config) -> Any:
     source = build.open_examples(config, "train_data_dir")
-    return len(source), source[0].caption
+    return len(source), source[0].texts
+
+
+def captions(config: Config) -> Any:
+    """The first example's captions at several positions."""
+    source, plan = build.open_examples(config, "train_data_dir"), build.make_plan(config)
+    return [load_example(source, plan, position, 0).caption for position in range(20)]
 
 
 def index_files(config: Config) -> list[Path]:

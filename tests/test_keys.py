@@ -35,6 +35,7 @@ BLOCK = {"block_out_channels": [8], "down_block_types": ["DownEncoderBlock2D"], 
 TRAINED = {"vae": BLOCK, "train_vae": True, "resolution": 8, "max_train_steps": 3, "use_ema": False, "optimizer": "lion"}
 PRETRAINED = {"pretrained_model_name_or_path": "@/a"}
 DRAWN = {**PRETRAINED, "run_name": "", "prompt": "a cat", "overwrite": True}
+TWO_TEXTS = {"caption_column": "text, label"}
 # As SDXL's, with two text encoders.
 DOUBLE = {**PRETRAINED, "unet": {**NEW["unet"], "cross_attention_dim": 64}, "tokenizer_2_path": "@/a/tokenizer"}
 # Values of keys that only a whole run tells apart, and which run has them.
@@ -62,7 +63,7 @@ def write_tar(path: Path, rng: np.random.Generator, examples: int, bad: int = 0)
         for number in range(examples):
             image = io.BytesIO()
             Image.fromarray(rng.integers(0, 255, (24, 40, 3), np.uint8)).save(image, "png")
-            captions = json.dumps({"text": f"a {number}", "label": f"the {number}"}).encode()
+            captions = json.dumps({"text": f"a {number}", "label": f"the {number}", "number": str(number % 3)}).encode()
             for suffix, data in (("png", b"" if number < bad else image.getvalue()), ("json", captions)):
                 info = tarfile.TarInfo(f"{number}.{suffix}")
                 info.size = len(data)
@@ -84,6 +85,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     published_tokenizer("!").save(folder / "b" / "tokenizer")
     for name in ("one", "two"):
         (folder / f"{name}.txt").write_text(f"a {name}")
+    (folder / "labels.json").write_text(json.dumps({"0": "zero", "1": "one", "2": "two"}))
     for name in ("a", "b"):
         Image.new("RGB", (16, 16)).save(folder / f"{name}.png")
     weights = "unet/diffusion_pytorch_model{}.safetensors"
@@ -141,6 +143,14 @@ TABLE: dict[str, tuple[Any, Any, Callable[[Config], Any], dict[str, Any]]] = {
     "remat": ("none", "full", see.computed, PRETRAINED),
     "train_data_dir": ("@/one.tar", "@/two.tar", see.examples, {}),
     "caption_column": ("text", "label", see.examples, {}),
+    "caption_mode": ("choose", "join", see.captions, TWO_TEXTS),
+    "caption_separator": (", ", "; ", see.captions, {**TWO_TEXTS, "caption_mode": "join"}),
+    "caption_prefix": ("", "a photo of ", see.captions, {}),
+    "shuffle_tags": (False, True, see.captions, {**TWO_TEXTS, "caption_mode": "join"}),
+    "keep_tags": (0, 1, see.captions, {**TWO_TEXTS, "caption_mode": "join", "shuffle_tags": True}),
+    "tag_dropout": (0.0, 0.5, see.captions, {**TWO_TEXTS, "caption_mode": "join"}),
+    "idx_to_prompt": ("", "@/labels.json", see.captions, {"caption_column": "number"}),
+    "filters": ({}, {"number": "==1"}, see.examples, {}),
     "dataset_save_location": ("", "@/indexes", see.index_files, {}),
     "resolution": (16, 24, see.batch, {}),
     "center_crop": (False, True, see.batch, {}),

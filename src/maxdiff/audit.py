@@ -60,12 +60,12 @@ def audit(config: Config, step: int) -> Iterator[str]:
     yield f"step {step} of {config.run.folder}: {plan.global_batch} examples of {len(source)}, seed {plan.seed}"
     yield "\t".join(["position", "epoch", "index", *columns, "crop", "example", "caption"])
     for row in rows:
-        index, example, picture, bad = load_example(source, plan, int(positions[row]), int(wanted[row]))
+        example = load_example(source, plan, int(positions[row]), int(wanted[row]))
         caption = "(none)" if dropped[row] else example.caption
-        place = ",".join(map(str, picture.crop))
-        yield "\t".join([str(positions[row]), str(epochs[row]), str(index), *(c[row] for c in columns.values()), place,
+        place = ",".join(map(str, example.picture.crop))
+        yield "\t".join([str(positions[row]), str(epochs[row]), str(example.index), *(c[row] for c in columns.values()), place,
                          example.key, caption])  # fmt: skip
-        for error in bad:
+        for error in example.bad:
             yield f"\tinstead of the bad example {error}"
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,8 +17,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxdiff.checkpoint import Checkpoints, has_checkpoints
 from maxdiff.config import SECTIONS, Config, flat, load_config
+from maxdiff.data.captions import CaptionPlan
+from maxdiff.data.examples import Columns, Filter, Source
 from maxdiff.data.pipeline import TOKEN_NAMES, BatchPlan, Tokenizer, batches, load_example
-from maxdiff.data.sources import Source, open_source
+from maxdiff.data.sources import open_source
 from maxdiff.diffusion.sampler_config import KEYS, sampler_name
 from maxdiff.draw import Draw, DrawConfig, draw_function
 from maxdiff.gradients import BATCH_AXES, gradient_function
@@ -162,18 +165,42 @@ def open_examples(config: Config, key: str) -> Source:
         ValueError: naming the key, for whatever `open_source` refuses, and for a source whose first examples are all bad.
     """
     try:
-        source = open_source(getattr(config.data, key), config.data.caption_column, config.data.dataset_save_location or None)
+        filters = [Filter(name, str(condition)) for name, condition in config.data.filters.items()]
+        source = open_source(
+            getattr(config.data, key), caption_columns(config), config.data.dataset_save_location or None, filters
+        )
         load_example(source, make_plan(config), position=0, index=0)
     except (ValueError, OSError) as error:
         raise ValueError(f"{key}: {error}") from error
     return source
 
 
+def caption_columns(config: Config) -> Columns:
+    """Which texts captions are made of; raises ValueError for an idx_to_prompt that cannot be read."""
+    names = tuple(name.strip() for name in config.data.caption_column.split(",") if name.strip())
+    if not names or len(set(names)) < len(names):
+        raise ValueError(
+            f"caption_column={config.data.caption_column!r} is not supported; allowed: one or several columns: a, b"
+        )
+    if not config.data.idx_to_prompt:
+        return Columns(names)
+    path = Path(config.data.idx_to_prompt).expanduser()
+    try:
+        labels = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"idx_to_prompt={str(path)!r} cannot be read: {error}") from None
+    if not isinstance(labels, dict) or not all(isinstance(text, str) for text in labels.values()):
+        raise ValueError(f'idx_to_prompt={str(path)!r} is no JSON object of texts, such as {{"0": "a cat"}}')
+    return Columns(names, labels)
+
+
 def make_plan(config: Config, part: tuple[int, int] = (0, 1)) -> BatchPlan:
     """What decides the contents of each batch, or of a part of each (see `batch_part`)."""
     data = config.data
+    captions = CaptionPlan(data.caption_mode, data.caption_separator, data.shuffle_tags, data.keep_tags, data.tag_dropout,
+                           data.caption_prefix)  # fmt: skip
     return BatchPlan(config.run.seed, config.batch.global_batch_size, data.resolution, data.center_crop, data.random_flip,
-                     *part)  # fmt: skip
+                     captions, *part)  # fmt: skip
 
 
 def run_key(config: Config, mesh: Mesh) -> jax.Array:

@@ -97,6 +97,14 @@ class Data:
 
     train_data_dir: str = ""
     caption_column: str = "text"
+    caption_mode: str = "choose"
+    caption_separator: str = ", "
+    caption_prefix: str = ""
+    shuffle_tags: bool = False
+    keep_tags: int = 0
+    tag_dropout: float = 0.0
+    idx_to_prompt: str = ""
+    filters: dict = dataclasses.field(default_factory=dict)
     dataset_save_location: str = ""
     resolution: int = 512
     center_crop: bool = False
@@ -109,6 +117,9 @@ class Data:
     def __post_init__(self):
         _between(self, "resolution", 8, math.inf)
         _between(self, "data_workers", 0, math.inf)
+        _one_of(self, "caption_mode", "choose", "join")
+        _between(self, "keep_tags", 0, math.inf)
+        _between(self, "tag_dropout", 0, 1)
         _between(self, "max_bad_fraction", 0, 1)
         _between(self, "eval_examples", 1, math.inf)
 

@@ -1,5 +1,6 @@
 """How good a run is by now: held-out examples measured always at the same noise, and pictures."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -11,8 +12,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from maxdiff import build
 from maxdiff.config import Config
+from maxdiff.data.examples import Source
 from maxdiff.data.pipeline import Batch, BatchPlan, load_batch
-from maxdiff.data.sources import Source
 from maxdiff.draw import requests
 from maxdiff.gradients import Measures, outputs_function, sums_function
 from maxdiff.images import grid, write_png
@@ -82,7 +83,8 @@ def held_out_batches(config: Config, layout: Layout, task: Task, source: Source)
     """
     at_once = config.batch.per_device_batch_size * build.batch_shards(layout.mesh)
     part, parts = build.batch_part(layout.mesh)
-    plan = BatchPlan(0, at_once, config.data.resolution, process_index=part, process_count=parts)
+    captions = dataclasses.replace(build.make_plan(config).captions, shuffle_tags=False, tag_dropout=0.0)
+    plan = BatchPlan(0, at_once, config.data.resolution, captions=captions, process_index=part, process_count=parts)
     examples = min(config.data.eval_examples, len(source))
     loaded = []
     for number in range(-(-examples // at_once)):

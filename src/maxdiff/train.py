@@ -16,8 +16,8 @@ from maxdiff import build, command
 from maxdiff.accelerators import peak_flops
 from maxdiff.checkpoint import Checkpoints, has_checkpoints
 from maxdiff.config import Config, write_config
+from maxdiff.data.examples import Source
 from maxdiff.data.pipeline import prefetch
-from maxdiff.data.sources import Source
 from maxdiff.judge import exported, latent_scale, make_judge
 from maxdiff.metrics import Metrics
 from maxdiff.processes import check_shared, gather, say, start, wait_for_all

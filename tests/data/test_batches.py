@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 from test_sources import image, write_tar
 
+from maxdiff.data.examples import BadExample, Example
 from maxdiff.data.order import example_index
 from maxdiff.data.pipeline import BatchPlan, batches, load_batch, prefetch
-from maxdiff.data.sources import BadExample, Example, open_source
+from maxdiff.data.sources import open_source
 from maxdiff.data.transforms import make_picture, random_words
 from maxdiff.weights.tokenizer import END, published_tokenizer
 
@@ -67,14 +68,14 @@ def test_batches_hold_what_order_and_transforms_say(tars: str):
             position = 8 * step + row
             index = int(example_index(3, N, position)[1])
             example = source[index]
-            assert (example.caption, example.image) == (f"number {index}", image(index))
+            assert (example.texts[0], example.image) == (f"number {index}", image(index))
             expected = make_picture(example.image, "", random_words(3, position, 1), 16, center_crop=False, random_flip=True)
             np.testing.assert_array_equal(batch["image"][row], expected.image)
             assert (batch["index"][row], batch["position"][row]) == (index, row)
             assert tuple(batch["original_size"][row]) == expected.original_size == (8, 9)
             assert tuple(batch["crop"][row]) == expected.crop
             for name, tokenizer in zip(("input_ids", "input_ids_2"), TOKENIZERS, strict=True):
-                np.testing.assert_array_equal(batch[name][row], tokenizer(example.caption)[0])
+                np.testing.assert_array_equal(batch[name][row], tokenizer(example.texts[0])[0])
     one, _ = load_batch(source, TOKENIZERS[:1], PLAN, 0)
     assert_same([one], [{name: array for name, array in got[0].items() if name != "input_ids_2"}])
 
@@ -152,7 +153,7 @@ def test_wrong_arguments_are_told_at_once(tars: str):
 
 SPY = """
 import os, sys
-from maxdiff.data.sources import Example
+from maxdiff.data.examples import Example
 
 class Spy:
     def __init__(self, data, fault=""):
@@ -168,7 +169,7 @@ class Spy:
         if self.fault == "raise" and i == 7:
             raise OSError(5, "disk on fire")
         modules = [name for name in ("jax", "flax", "multiprocessing", "__mp_main__") if name in sys.modules]
-        return Example("k", self.data, f"{os.getpid()} {' '.join(modules)}")
+        return Example("k", self.data, (f"{os.getpid()} {' '.join(modules)}",))
 """
 
 
@@ -352,7 +353,7 @@ def test_load_batch_tells_bad_examples_in_order():
         def __getitem__(self, i: int) -> Example:
             if i % 2:
                 raise BadExample(str(i), "odd")
-            return Example(str(i), image(i), "")
+            return Example(str(i), image(i), ("",))
 
     batch, bad = load_batch(Half(), TOKENIZERS, BatchPlan(0, 4, 8), 0)
     _, wanted = example_index(0, 4, np.arange(4))

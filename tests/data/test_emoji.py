@@ -32,7 +32,7 @@ def test_the_shards_are_whole_and_hold_out_families(tmp_path: Path):
             picture = make_picture(example.image, example.key, [0] * 4, 128)
             assert picture.original_size == (128, 128)
             assert (picture.image[0, 0] > 200).any()
-            assert example.caption
+            assert example.texts[0]
 
 
 def test_the_script_makes_the_same_bytes_twice(tmp_path: Path):

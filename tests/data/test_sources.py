@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from maxdiff.data import files, sources, tar_index
-from maxdiff.data.sources import BadExample, expand_braces, open_source
+from maxdiff.data import files, tar_index
+from maxdiff.data.examples import BadExample, Columns
+from maxdiff.data.sources import open_source
+from maxdiff.data.tars import expand_braces
 
 
 def image(seed: int, kind: str = "PNG") -> bytes:
@@ -39,7 +41,7 @@ def pairs(start: int, stop: int, **extra: bytes) -> dict[str, bytes]:
 
 
 def contents(source) -> list[tuple[bytes, str]]:
-    return [(source[i].image, source[i].caption) for i in range(len(source))]
+    return [(source[i].image, ", ".join(source[i].texts)) for i in range(len(source))]
 
 
 @pytest.fixture
@@ -97,8 +99,8 @@ def test_braces():
 def test_captions_from_json(tmp_path: Path):
     fields = json.dumps({"label": "a cat", "text": "from json"}).encode()
     both = write_tar(tmp_path / "both.tar", pairs(0, 2, json=fields))
-    assert contents(open_source(both, "label"))[1][1] == "a cat"
-    assert contents(open_source(both))[1][1] == contents(open_source(both, "txt"))[1][1] == "caption 1"
+    assert contents(open_source(both, Columns(("label",))))[1][1] == "a cat"
+    assert contents(open_source(both))[1][1] == contents(open_source(both, Columns(("txt",))))[1][1] == "caption 1"
     only = write_tar(tmp_path / "only.tar", {"a.png": image(0), "a.json": fields})
     assert contents(open_source(only))[0][1] == "from json"
 
@@ -175,7 +177,7 @@ def test_reads_from_threads_forks_and_pickles(tmp_path: Path, monkeypatch: pytes
     source = open_source(str(tmp_path / "*.tar"))
     expected = [f"caption {i}" for i in range(80)]
     with ThreadPoolExecutor(8) as pool:
-        for got in pool.map(lambda _: [source[i].caption for i in np.random.permutation(80)], range(20)):
+        for got in pool.map(lambda _: [source[i].texts[0] for i in np.random.permutation(80)], range(20)):
             assert sorted(got) == sorted(expected)
     assert len(source._files._handles) == 2
     copy = pickle.loads(pickle.dumps(source))
@@ -231,7 +233,7 @@ FAULTS = {
     "no json": (pairs(0, 2), "label", r"a.tar: k0 has no caption: it has no .json \(caption_column='label'\)"),
     "no field": (pairs(0, 2, json=b'{"b": 1, "a": ""}'), "label", r"no caption_column='label' \(allowed: \['a', 'b'\]\)"),
     "no text": (pairs(0, 2, json=b'{"label": ["x"]}'), "label", r"caption_column='label' holds \['x'\], not a text"),
-    "no dict": (pairs(0, 2, json=b"[]"), "label", r"allowed: list"),
+    "no dict": (pairs(0, 2, json=b"[]"), "label", r"holds a list, not fields"),
     "two images": ({**pairs(0, 2), "k0.jpg": b""}, "text", "k0 has two members of kind image, the second k0.jpg"),
 }
 
@@ -240,7 +242,7 @@ FAULTS = {
 def test_faults_of_tars(tmp_path: Path, name: str):
     members, column, message = FAULTS[name]
     with pytest.raises(ValueError, match=message):
-        open_source(write_tar(tmp_path / "a.tar", members), column)
+        open_source(write_tar(tmp_path / "a.tar", members), Columns((column,)))
 
 
 def test_paths_that_name_nothing(tmp_path: Path):
@@ -265,7 +267,7 @@ def test_single_bad_captions_do_not_stop_a_source(tmp_path: Path):
     with pytest.raises(BadExample, match="a.tar:b: its caption is not UTF-8"):
         open_source(tar)[1]
     with pytest.raises(BadExample, match="a.tar:b: its .json is no JSON"):
-        open_source(tar, "label")[1]
+        open_source(tar, Columns(("label",)))[1]
     error = pickle.loads(pickle.dumps(BadExample("k", "r")))  # it travels between processes
     assert (error.key, error.reason, str(error)) == ("k", "r", "k: r")
 
@@ -297,14 +299,14 @@ def write_metadata(folder: Path, kind: str, column: str = "text") -> None:
 @pytest.mark.parametrize("column", ["text", "caption"])
 def test_a_folder_with_metadata(folder: Path, kind: str, column: str):
     write_metadata(folder, kind, column)
-    source = open_source(folder, column)
+    source = open_source(folder, Columns((column,)))
     assert contents(source) == [(image(2), 'three, "quoted"'), (image(1), "two ü")]
     assert source[0].key == str(folder / "c.png")
     assert contents(pickle.loads(pickle.dumps(source))) == contents(source)
     with pytest.raises(
         ValueError, match=rf"metadata.{kind}, line \d: no caption_column='other' \(allowed: \['{min(column, 'file_name')}'"
     ):
-        open_source(folder, "other")
+        open_source(folder, Columns(("other",)))
 
 
 def test_a_folder_with_text_files(folder: Path):
@@ -315,7 +317,7 @@ def test_a_folder_with_text_files(folder: Path):
     with pytest.raises(IndexError):
         source[3]
     with pytest.raises(ValueError, match=r"caption_column='label': .* has neither metadata.jsonl nor metadata.csv"):
-        open_source(folder, "label")
+        open_source(folder, Columns(("label",)))
     (folder / "b.txt").write_bytes(b"\xff")
     with pytest.raises(BadExample, match="b.png: its caption is not UTF-8"):
         source[0]
@@ -356,4 +358,3 @@ def test_loggers_are_quiet_on_good_data(tmp_path: Path, caplog: pytest.LogCaptur
     with caplog.at_level(logging.INFO):
         open_source(write_tar(tmp_path / "a.tar", pairs(0, 2)))
     assert not caplog.records
-    assert sources.METADATA[0] == "metadata.jsonl"

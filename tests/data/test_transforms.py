@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
-from maxdiff.data.sources import BadExample
+from maxdiff.data.examples import BadExample
 from maxdiff.data.transforms import make_picture, random_words
 
 NO_WORDS = [0, 0, 0, 0]

@@ -5,6 +5,7 @@ processes, always the same ones; `prefetch` has them on the devices before they 
 """
 
 import collections
+import dataclasses
 import logging
 import os
 import queue
@@ -12,14 +13,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from maxdiff.data.captions import CaptionPlan
+from maxdiff.data.examples import BadExample, Source
 from maxdiff.data.order import batch_positions, example_index, host_slice
-from maxdiff.data.sources import BadExample, Example, Source
-from maxdiff.data.transforms import CROP_AND_FLIP, Picture, make_picture, random_words
+from maxdiff.data.transforms import CAPTION, CROP_AND_FLIP, Picture, make_picture, random_words
 from maxdiff.data.workers import worker_batches
 
 logger = logging.getLogger(__name__)
@@ -34,7 +35,7 @@ MIN_SEEN = 100
 MAX_RUN = 100
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class BatchPlan:
     """What decides the contents of each batch, besides the source and the step.
 
@@ -44,6 +45,7 @@ class BatchPlan:
         resolution: side of the images, in pixels.
         center_crop: crop the middle; if false, anywhere.
         random_flip: mirror half of the images.
+        captions: how captions are made of an example's texts.
         process_index: this process, which makes its slice of each global batch.
         process_count: how many processes share a batch.
     """
@@ -53,6 +55,7 @@ class BatchPlan:
     resolution: int
     center_crop: bool = True
     random_flip: bool = False
+    captions: CaptionPlan = dataclasses.field(default_factory=CaptionPlan)
     process_index: int = 0
     process_count: int = 1
 
@@ -83,20 +86,31 @@ def load_batch(
     _, wanted = example_index(plan.seed, len(source), positions)
     load = lambda position, index: load_example(source, plan, int(position), int(index))
     loaded = list((pool.map if pool else map)(load, positions, wanted))
-    pictures = [picture for _, _, picture, _ in loaded]
+    pictures = [example.picture for example in loaded]
     batch = {
         "image": np.stack([picture.image for picture in pictures]),
         "position": rows.astype(np.int32),
-        "index": np.array([index for index, _, _, _ in loaded], np.int64),
+        "index": np.array([example.index for example in loaded], np.int64),
         "original_size": np.array([picture.original_size for picture in pictures], np.int32),
         "crop": np.array([picture.crop for picture in pictures], np.int32),
     }
     for name, tokenizer in zip(TOKEN_NAMES, tokenizers, strict=False):
-        batch[name] = tokenizer([example.caption for _, example, _, _ in loaded])
-    return batch, [error for _, _, _, bad in loaded for error in bad]
+        batch[name] = tokenizer([example.caption for example in loaded])
+    return batch, [error for example in loaded for error in example.bad]
 
 
-def load_example(source: Source, plan: BatchPlan, position: int, index: int) -> tuple[int, Example, Picture, list[BadExample]]:
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """An example as it is trained on: its number and name in the source, and the bad ones that it stands for."""
+
+    index: int
+    key: str
+    picture: Picture
+    caption: str
+    bad: list[BadExample]
+
+
+def load_example(source: Source, plan: BatchPlan, position: int, index: int) -> Loaded:
     """The example at `index`, or the first good one after it: whoever meets a bad one replaces it alike."""
     words = random_words(plan.seed, position, CROP_AND_FLIP)
     bad: list[BadExample] = []
@@ -104,7 +118,8 @@ def load_example(source: Source, plan: BatchPlan, position: int, index: int) -> 
         try:
             example = source[index]
             picture = make_picture(example.image, example.key, words, plan.resolution, plan.center_crop, plan.random_flip)
-            return index, example, picture, bad
+            caption = plan.captions.caption(example.texts, random_words(plan.seed, position, CAPTION))
+            return Loaded(index, example.key, picture, caption, bad)
         except BadExample as error:
             bad.append(error)
         if len(bad) >= min(MAX_RUN, len(source)):

@@ -1,9 +1,10 @@
 """Which bytes of a tar are which example's, found once and kept in a file beside it.
 
 Index file: one line of JSON (the tar's size and modification time, the number of examples, a checksum),
-then int64 [n 7] (end of the key; offset and size of image, .txt and .json; size -1 for none), then the keys.
+then int64 [n 9] (end of the key; offset and size of image, .txt, .json and .cls; size -1 for none), then the keys.
 """
 
+import functools
 import hashlib
 import json
 import logging
@@ -18,8 +19,9 @@ from maxdiff.weights.tensors import write_atomically
 logger = logging.getLogger(__name__)
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
-VERSION = 1
-KEY_END, IMAGE, TEXT, JSON, COLUMNS = 0, 1, 3, 5, 7
+VERSION = 2
+KEY_END, IMAGE, TEXT, JSON, CLASS, COLUMNS = 0, 1, 3, 5, 7, 9
+SUFFIXES = {TEXT: ".txt", JSON: ".json", CLASS: ".cls"}
 
 
 class TarIndex:
@@ -38,19 +40,23 @@ class TarIndex:
     def image(self, row: int) -> tuple[int, int]:
         return int(self._table[row, IMAGE]), int(self._table[row, IMAGE + 1])
 
-    def text(self, row: int) -> tuple[int, int] | None:
-        return self._optional(row, TEXT)
-
-    def json(self, row: int) -> tuple[int, int] | None:
-        return self._optional(row, JSON)
-
-    def has(self, *columns: int) -> np.ndarray:
-        """Which examples have a member of one of these kinds (TEXT, JSON): bool [n]."""
-        return np.any(self._table[:, [column + 1 for column in columns]] >= 0, axis=1)
-
-    def _optional(self, row: int, column: int) -> tuple[int, int] | None:
-        offset, size = self._table[row, column : column + 2].tolist()
+    def member(self, row: int, kind: int) -> tuple[int, int] | None:
+        """Where the example's member of a kind (TEXT, JSON, CLASS) lies."""
+        offset, size = self._table[row, kind : kind + 2].tolist()
         return None if size < 0 else (offset, size)
+
+    def has_member(self, row: int, kind: int) -> bool:
+        """Whether the example has a member of a kind."""
+        return bool(self._table[row, kind + 1] >= 0)
+
+    def has(self, *kinds: int) -> np.ndarray:
+        """Which examples have a member of one of these kinds: bool [n]."""
+        return np.any(self._table[:, [kind + 1 for kind in kinds]] >= 0, axis=1)
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """A hash of the examples' keys, and of where in the tar they lie."""
+        return hashlib.sha256(np.ascontiguousarray(self._table).tobytes() + self._keys).hexdigest()
 
 
 def open_index(tar: Path, cache_dir: Path | None = None) -> TarIndex:
@@ -127,7 +133,7 @@ def _build(tar: Path) -> TarIndex:
         keys.append(key.encode("utf-8", "surrogateescape"))
         end += len(keys[-1])
         none = (0, -1)
-        table.append([end, *members["image"], *members.get("txt", none), *members.get("json", none)])
+        table.append([end, *members["image"], *(x for kind in ("txt", "json", "cls") for x in members.get(kind, none))])
     if not table:
         raise ValueError(f"{tar} is an empty shard: none of its {len(groups)} keys has an image ({', '.join(IMAGE_SUFFIXES)})")
     if without:
@@ -137,7 +143,7 @@ def _build(tar: Path) -> TarIndex:
 
 
 def _members(tar: Path) -> dict[str, dict[str, tuple[int, int]]]:
-    """key -> {"image" | "txt" | "json": (offset, size)}, read from the members' headers alone."""
+    """key -> {"image" | "txt" | "json" | "cls": (offset, size)}, read from the members' headers alone."""
     groups: dict[str, dict[str, tuple[int, int]]] = {}
     size = tar.stat().st_size
     try:
@@ -168,7 +174,7 @@ def _add(groups: dict[str, dict[str, tuple[int, int]]], tar: Path, member: tarfi
         return
     suffix = suffix.lower()
     kind = "image" if f".{suffix}" in IMAGE_SUFFIXES else suffix
-    if kind not in ("image", "txt", "json"):
+    if kind not in ("image", "txt", "json", "cls"):
         kind = None
     group = groups.setdefault(folder + slash + stem, {})
     if kind in group:

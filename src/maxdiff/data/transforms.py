@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image
 
-from maxdiff.data.sources import BadExample
+from maxdiff.data.examples import BadExample
 
 # A file may be of another format than its name says. Formats that Pillow hands to other programs (EPS)
 # have no place in a data set.
@@ -25,7 +25,7 @@ TURNS = {
 }
 SIDEWAYS = (5, 6, 7, 8)
 # What a draw of random numbers is for, so that no two purposes share numbers.
-CROP_AND_FLIP = 1
+CROP_AND_FLIP, CAPTION = 1, 2
 
 
 class Picture(NamedTuple):

@@ -1,0 +1,115 @@
+"""A folder of images with their captions beside them."""
+
+import csv
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from maxdiff.data.examples import TEXT_COLUMNS, BadExample, Columns, Example
+from maxdiff.data.tar_index import IMAGE_SUFFIXES
+
+METADATA = ("metadata.jsonl", "metadata.csv")
+
+
+def open_folder(folder: Path, columns: Columns) -> "FolderSource":
+    """The images of a folder with metadata.jsonl or metadata.csv, or with a .txt beside each image; raises as `open_source`."""
+    metadata = [folder / name for name in METADATA if (folder / name).is_file()]
+    if len(metadata) > 1:
+        raise ValueError(f"{folder} has both {' and '.join(METADATA)}: keep one")
+    rows = list(_metadata_rows_of(metadata[0], columns) if metadata else _text_files(folder, columns))
+    if not rows:
+        raise ValueError(f"{metadata[0] if metadata else folder} names no images ({', '.join(IMAGE_SUFFIXES)})")
+    if missing := [name for name, _ in rows if not (folder / name).is_file()]:
+        raise FileNotFoundError(f"{folder / missing[0]} is not there, which {metadata[0].name} names "
+                                f"({len(missing)} of {len(rows)} images are missing)")  # fmt: skip
+    return FolderSource(folder, rows, columns)
+
+
+class FolderSource:
+    """Images in a folder, in the order of their metadata or, without metadata, of their names."""
+
+    def __init__(self, folder: Path, rows: Sequence[tuple[str, dict[str, Any] | None]], columns: Columns):
+        self._folder, self._rows, self._columns = folder, rows, columns
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, i: int, /) -> Example:
+        fields = self.fields(i)
+        path = self._folder / self._rows[i][0]
+        return Example(str(path), path.read_bytes(), self._columns.texts(fields, str(path)))
+
+    def fields(self, i: int, /) -> dict[str, Any]:
+        """See `Source`."""
+        if not 0 <= i < len(self):
+            raise IndexError(i)
+        name, row = self._rows[i]
+        if row is not None:
+            return row
+        path = self._folder / name
+        try:
+            text = path.with_suffix(".txt").read_text(encoding="utf-8").strip()
+        except UnicodeDecodeError as error:
+            raise BadExample(str(path), f"its caption is not UTF-8 ({error})") from None
+        return dict.fromkeys(TEXT_COLUMNS, text)
+
+    def fingerprint(self) -> str:
+        """See `Source`."""
+        names = [f"{name} {(self._folder / name).stat().st_size}" for name, _ in self._rows]
+        return hashlib.sha256("\n".join(names).encode(errors="surrogateescape")).hexdigest()
+
+
+def _metadata_rows_of(path: Path, columns: Columns) -> Iterator[tuple[str, dict[str, Any]]]:
+    for number, row in _metadata_rows(path):
+        if not isinstance(row, dict) or not isinstance(row.get("file_name"), str):
+            there = sorted(row) if isinstance(row, dict) else type(row).__name__
+            raise ValueError(f"{path}, line {number}: no column 'file_name' (allowed: {there})")
+        try:
+            columns.texts(row, "row")
+        except BadExample as error:
+            raise ValueError(f"{path}, line {number}: {error.reason}") from None
+        yield row["file_name"].strip(), row
+
+
+def _metadata_rows(path: Path) -> Iterator[tuple[int, Any]]:
+    """(line number, row) for each row."""
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            if path.suffix == ".csv":
+                reader = csv.DictReader(file)
+                for row in reader:
+                    if None in row:
+                        raise ValueError(f"{path}, line {reader.line_num} has more fields than the header: "
+                                         "a caption with a comma stands in double quotes")  # fmt: skip
+                    yield reader.line_num, row
+                return
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield number, _json_row(path, number, line)
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+
+
+def _json_row(path: Path, number: int, line: str) -> Any:
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}, line {number} is no JSON: {error}") from None
+
+
+def _text_files(folder: Path, columns: Columns) -> Iterator[tuple[str, None]]:
+    """Images with a .txt beside each, whose text is read when it is wanted."""
+    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.name.startswith("."))
+    images = [name for name in names if Path(name).suffix.lower() in IMAGE_SUFFIXES]
+    if not images and any(name.endswith(".tar") for name in names):
+        raise ValueError(f"{folder} holds tars, and maybe some to hold out: name those to use, as {folder}/*.tar")
+    if images and (column := columns.names[0]) not in TEXT_COLUMNS:
+        raise ValueError(f"caption_column={column!r}: {folder} has neither {' nor '.join(METADATA)} (allowed: 'text')")
+    texts = {name for name in names if name.endswith(".txt")}
+    for name in images:
+        if Path(name).with_suffix(".txt").as_posix() not in texts:
+            raise ValueError(f"{folder / name} has no caption: neither {' nor '.join(METADATA)} is in {folder}, "
+                             f"nor {Path(name).with_suffix('.txt').name} beside the image")  # fmt: skip
+        yield name, None
