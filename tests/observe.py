@@ -3,6 +3,7 @@
 import dataclasses
 import re
 import subprocess
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from flax import nnx
 from maxdiff import build, generate, judge, processes
 from maxdiff.checkpoint import Checkpoints
 from maxdiff.config import Config
+from maxdiff.data import encode
+from maxdiff.data.encoded import EncodedSource
 from maxdiff.data.pipeline import load_batch, load_example
 from maxdiff.diffusion.objective import drop_caption, noisy_batch
 from maxdiff.diffusion.schedule import noise_schedule
@@ -151,6 +154,19 @@ def computed(config: Config) -> str:
 def examples(config: Config) -> Any:
     source = build.open_examples(config, "train_data_dir")
     return len(source), source[0].texts
+
+
+def encoded(config: Config) -> Any:
+    """What training reads: where it is encoded, and in which dtype."""
+    source, _ = encode.settle(config, task_of(config), build.open_training(config))
+    return (source.folder, source.shapes()["mean"][1]) if isinstance(source, EncodedSource) else None
+
+
+def encoded_new(config: Config) -> Any:
+    """As `encoded`, in a folder of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        _, dtype = encoded(dataclasses.replace(config, data=dataclasses.replace(config.data, encoded_dir=folder)))
+        return dtype
 
 
 def captions(config: Config) -> Any:

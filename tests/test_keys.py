@@ -35,6 +35,7 @@ BLOCK = {"block_out_channels": [8], "down_block_types": ["DownEncoderBlock2D"], 
 TRAINED = {"vae": BLOCK, "train_vae": True, "resolution": 8, "max_train_steps": 3, "use_ema": False, "optimizer": "lion"}
 PRETRAINED = {"pretrained_model_name_or_path": "@/a"}
 DRAWN = {**PRETRAINED, "run_name": "", "prompt": "a cat", "overwrite": True}
+ENCODED = {**PRETRAINED, "cache_latents_text_encoder_outputs": True, "center_crop": True}
 TWO_TEXTS = {"caption_column": "text, label"}
 # As SDXL's, with two text encoders.
 DOUBLE = {**PRETRAINED, "unet": {**NEW["unet"], "cross_attention_dim": 64}, "tokenizer_2_path": "@/a/tokenizer"}
@@ -151,6 +152,9 @@ TABLE: dict[str, tuple[Any, Any, Callable[[Config], Any], dict[str, Any]]] = {
     "tag_dropout": (0.0, 0.5, see.captions, {**TWO_TEXTS, "caption_mode": "join"}),
     "idx_to_prompt": ("", "@/labels.json", see.captions, {"caption_column": "number"}),
     "filters": ({}, {"number": "==1"}, see.examples, {}),
+    "encoded_dir": ("@/enc-one", "@/enc-two", see.encoded, ENCODED),
+    "encoded_dtype": ("float32", "bfloat16", see.encoded_new, ENCODED),
+    "cache_latents_text_encoder_outputs": (False, True, see.encoded, {**ENCODED, "encoded_dir": "@/enc-three"}),
     "dataset_save_location": ("", "@/indexes", see.index_files, {}),
     "resolution": (16, 24, see.batch, {}),
     "center_crop": (False, True, see.batch, {}),

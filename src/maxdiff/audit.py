@@ -14,6 +14,7 @@ import numpy as np
 
 from maxdiff import build, command
 from maxdiff.config import Config
+from maxdiff.data.encoded import EncodedSource
 from maxdiff.data.order import batch_positions, example_index
 from maxdiff.data.pipeline import load_example
 from maxdiff.diffusion.objective import draw_timesteps, drop_caption, example_keys
@@ -42,7 +43,7 @@ def audit(config: Config, step: int) -> Iterator[str]:
     """
     if step > (last := config.batch.steps(config.batch.global_batch_size)):
         raise ValueError(f"step={step} is not one of the run's {last} steps")
-    source, made = build.open_examples(config, "train_data_dir"), step - 1
+    source, made = build.open_training(config), step - 1
     plan = build.make_plan(config)
     rows = np.arange(plan.global_batch)
     positions = batch_positions(made, plan.global_batch)
@@ -60,12 +61,15 @@ def audit(config: Config, step: int) -> Iterator[str]:
     yield f"step {step} of {config.run.folder}: {plan.global_batch} examples of {len(source)}, seed {plan.seed}"
     yield "\t".join(["position", "epoch", "index", *columns, "crop", "example", "caption"])
     for row in rows:
-        example = load_example(source, plan, int(positions[row]), int(wanted[row]))
-        caption = "(none)" if dropped[row] else example.caption
-        place = ",".join(map(str, example.picture.crop))
-        yield "\t".join([str(positions[row]), str(epochs[row]), str(example.index), *(c[row] for c in columns.values()), place,
-                         example.key, caption])  # fmt: skip
-        for error in example.bad:
+        index, bad = int(wanted[row]), []
+        if isinstance(source, EncodedSource):
+            (key, caption), crop = source.names(index), source[index]["crop"]
+        else:
+            example = load_example(source, plan, int(positions[row]), index)
+            index, key, caption, crop, bad = example.index, example.key, example.caption, example.picture.crop, example.bad
+        yield "\t".join([str(positions[row]), str(epochs[row]), str(index), *(c[row] for c in columns.values()),
+                         ",".join(map(str, crop)), key, "(none)" if dropped[row] else caption])  # fmt: skip
+        for error in bad:
             yield f"\tinstead of the bad example {error}"
 
 

@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from maxdiff.checkpoint import Checkpoints, has_checkpoints
 from maxdiff.config import SECTIONS, Config, flat, load_config
 from maxdiff.data.captions import CaptionPlan
+from maxdiff.data.encoded import EncodedSource, is_encoded
 from maxdiff.data.examples import Columns, Filter, Source
 from maxdiff.data.pipeline import TOKEN_NAMES, BatchPlan, Tokenizer, batches, load_example
 from maxdiff.data.sources import open_source
@@ -109,8 +110,15 @@ def batch_part(mesh: Mesh) -> tuple[int, int]:
     return parts.index(tuple(sorted(held[jax.process_index()]))), len(parts)
 
 
-def abstract_batch(plan: BatchPlan, tokenizers: Sequence[Tokenizer], sharding: NamedSharding) -> dict[str, Any]:
-    """What `place` makes of a batch, as jax.ShapeDtypeStructs."""
+def abstract_batch(
+    plan: BatchPlan, tokenizers: Sequence[Tokenizer], sharding: NamedSharding, source: Source | EncodedSource | None = None
+) -> dict[str, Any]:
+    """What `place` makes of a batch, as jax.ShapeDtypeStructs; `source` matters where it is encoded."""
+    if isinstance(source, EncodedSource):
+        found = {name: given for name, given in source.shapes().items() if not name.startswith("flip_")}
+        found["position"] = ((), np.dtype(np.int32))
+        return {name: jax.ShapeDtypeStruct((plan.global_batch, *shape), dtype, sharding=sharding)
+                for name, (shape, dtype) in found.items()}  # fmt: skip
     shapes = {"image": (plan.resolution, plan.resolution, 3), "position": (), "original_size": (2,), "crop": (2,)}
     shapes |= {name: tokenizer([""]).shape[1:] for name, tokenizer in zip(TOKEN_NAMES, tokenizers, strict=False)}
     return {
@@ -158,6 +166,12 @@ def check_restart(config: Config) -> None:
         say("\n".join(f"changed since the last start: {key}: {before[key]!r} -> {value!r}" for key, value in changed.items()))
 
 
+def open_training(config: Config) -> Source | EncodedSource:
+    """What train_data_dir names: images, as `open_examples`, or encoded ones."""
+    path = Path(config.data.train_data_dir).expanduser()
+    return EncodedSource(path) if is_encoded(path) else open_examples(config, "train_data_dir")
+
+
 def open_examples(config: Config, key: str) -> Source:
     """The images that `key` names, train_data_dir or eval_data_dir; one of them has been decoded.
 
@@ -165,14 +179,20 @@ def open_examples(config: Config, key: str) -> Source:
         ValueError: naming the key, for whatever `open_source` refuses, and for a source whose first examples are all bad.
     """
     try:
-        filters = [Filter(name, str(condition)) for name, condition in config.data.filters.items()]
-        source = open_source(
-            getattr(config.data, key), caption_columns(config), config.data.dataset_save_location or None, filters
-        )
+        path = getattr(config.data, key)
+        if is_encoded(path):
+            raise ValueError(f"{path} is encoded already; allowed here: images")
+        source = open_path(config, path)
         load_example(source, make_plan(config), position=0, index=0)
     except (ValueError, OSError) as error:
         raise ValueError(f"{key}: {error}") from error
     return source
+
+
+def open_path(config: Config, path: str) -> Source:
+    """The images at a path, with the configuration's columns and filters; raises as `open_source`."""
+    filters = [Filter(name, str(condition)) for name, condition in config.data.filters.items()]
+    return open_source(path, caption_columns(config), config.data.dataset_save_location or None, filters)
 
 
 def caption_columns(config: Config) -> Columns:
@@ -210,7 +230,7 @@ def run_key(config: Config, mesh: Mesh) -> jax.Array:
 
 
 def make_batches(
-    config: Config, source: Source, tokenizers: Sequence[Tokenizer], plan: BatchPlan, first: int = 0
+    config: Config, source: Source | EncodedSource, tokenizers: Sequence[Tokenizer], plan: BatchPlan, first: int = 0
 ) -> Iterator[dict[str, np.ndarray]]:
     """Endless batches, of a start that goes on from step `first`; raises as `batches`."""
     return batches(source, tokenizers, plan, start_step=first, workers=config.data.data_workers,

@@ -74,7 +74,7 @@ class Checkpoints:
         """
         self.wait()
         leaves = _named(state)
-        sums = {name: int(value) for name, value in jax.device_get(_checksums(leaves)).items()}
+        sums = {name: int(value) for name, value in jax.device_get(checksums(leaves)).items()}
         metadata = {"checksums": sums, "notes": dict(notes or {})}
         self._saving = self._checkpointer.save_async(step, leaves, force=True, overwrite=True, custom_metadata=metadata)
 
@@ -120,7 +120,7 @@ class Checkpoints:
             raise ValueError(f"{where} cannot be restored: {_root_cause(error)}") from error
         except Exception as error:
             raise ValueError(f"{where} cannot be restored: {_root_cause(error)}") from error
-        found = jax.device_get(_checksums(leaves))
+        found = jax.device_get(checksums(leaves))
         damaged = [name for name in wanted if int(found[name]) != sums.get(name)]
         if damaged:
             raise ValueError(f"{where} is damaged: {_listed(damaged)} differ from what was saved")
@@ -143,7 +143,7 @@ def _named(tree: Any) -> dict[str, Any]:
 
 
 @jax.jit
-def _checksums(leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
+def checksums(leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """For each leaf, the sum of bits * (2 * index + 1) modulo 2^32: catches flipped and exchanged values."""
     return {name: _checksum(leaf) for name, leaf in leaves.items()}
 

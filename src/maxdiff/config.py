@@ -110,6 +110,9 @@ class Data:
     center_crop: bool = False
     random_flip: bool = False
     data_workers: int = 4
+    encoded_dir: str = ""
+    encoded_dtype: str = "bfloat16"
+    cache_latents_text_encoder_outputs: bool = False
     eval_data_dir: str = ""
     eval_examples: int = 256
     max_bad_fraction: float = 0.01
@@ -117,6 +120,7 @@ class Data:
     def __post_init__(self):
         _between(self, "resolution", 8, math.inf)
         _between(self, "data_workers", 0, math.inf)
+        _one_of(self, "encoded_dtype", "bfloat16", "float32")
         _one_of(self, "caption_mode", "choose", "join")
         _between(self, "keep_tags", 0, math.inf)
         _between(self, "tag_dropout", 0, 1)

@@ -29,6 +29,7 @@ from maxdiff.draw import check_given, cut_prompts, requests, usual_strength
 from maxdiff.gradients import outputs_function
 from maxdiff.images import grid, image_size, read_image, read_mask, read_texts, write_png
 from maxdiff.models.network import Network, Params, unflatten
+from maxdiff.pace import Pace
 from maxdiff.pipeline import WEIGHTS, Part, Pipeline
 from maxdiff.processes import agreed, say, start, wait_for_all
 from maxdiff.prompts import Wanted, wanted
@@ -41,7 +42,6 @@ SPELLED = {"ddpm": "DDPM", "ddim": "DDIM", "pndm": "PLMS", "euler": "Euler", "eu
 SHEETS = "MaxDiff's contact sheet"
 SHEET = 100  # images at most on the contact sheet
 WRITERS = 4  # threads that write PNGs
-SECONDS = 10  # between two lines of progress
 
 
 def main(argv: Sequence[str]) -> int:
@@ -101,7 +101,7 @@ def generate(config: Config, step: int | None = None) -> list[Path]:
     specs: Params = {name: unflatten(layout.specs(network).items()) for name, network in networks.items()}
     on_params: Any = lambda params, _, request: draw(params, request)
     program = jax.jit(outputs_function(on_params, layout.mesh, specs))
-    pace = _Pace(len(missing), started)
+    pace = Pace(len(missing), "images", started)
     with ThreadPoolExecutor(WRITERS) as writers:
         writing: list[Future[None]] = []
         for rows, drawn in _ahead(program, weights, _batches(config, layout, pipeline, images, missing, at_once, strength)):
@@ -114,7 +114,7 @@ def generate(config: Config, step: int | None = None) -> list[Path]:
         for future in writing:
             future.result()
     wait_for_all("drawn")
-    pace.end(len(images) - len(missing))
+    pace.end("drawn", len(images) - len(missing))
     paths = [folder / image.file for image in images]
     _show(folder, paths)
     return paths
@@ -307,41 +307,6 @@ def _own(drawn: jax.Array) -> Iterator[tuple[int, np.ndarray]]:
     for shard in drawn.addressable_shards:
         if shard.replica_id == 0:
             yield from enumerate(np.asarray(shard.data), shard.index[0].start or 0)
-
-
-class _Pace:
-    """How fast images come: a line now and then, and one at the end."""
-
-    def __init__(self, total: int, started: float):
-        self._total, self._started = total, started
-        self._done, self._at_first, self._first, self._said = 0, 0, 0.0, 0.0
-
-    def step(self, images: int) -> None:
-        """So many more are drawn."""
-        now = time.perf_counter()
-        if not self._done:
-            self._first, self._said, self._at_first = now, now, images
-            say(f"the first {_images(images)} after {now - self._started:.1f} s")
-        self._done += images
-        if now - self._said > SECONDS and self._done > self._at_first:
-            rate = self._rate(now)
-            say(f"{self._done}/{self._total} images, {rate:.3g} images/s, {(self._total - self._done) / rate:.0f} s left")
-            self._said = now
-
-    def end(self, skipped: int) -> None:
-        """All are written."""
-        parts = [f"{_images(self._done)} drawn"] if self._done else []
-        if self._done and self._done > self._at_first:
-            parts.append(f"{self._rate(time.perf_counter()):.3g} images/s after the first")
-        parts += [f"{_images(skipped)} there already"] if skipped else []
-        say(", ".join(parts))
-
-    def _rate(self, now: float) -> float:
-        return (self._done - self._at_first) / (now - self._first)
-
-
-def _images(count: int) -> str:
-    return "1 image" if count == 1 else f"{count} images"
 
 
 def _show(folder: Path, paths: Sequence[Path]) -> None:

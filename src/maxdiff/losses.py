@@ -1,6 +1,7 @@
 """What a batch costs: the loss of each example, as a pure function of parameters, frozen weights and batch.
 
-A batch is a dict of [b ...] arrays: image uint8 [b h w 3], input_ids int32 [b 77], position int32 [b] (each
+A batch is a dict of [b ...] arrays: image uint8 [b h w 3] (or, encoded before, mean and logvar [b h w c], and states [b 77 d]
+and pooled [b p] for the tokens), input_ids int32 [b 77], position int32 [b] (each
 example's place in the global batch, from which all its randomness comes) and, for SDXL, input_ids_2 and
 original_size and crop int32 [b 2], in pixels, height first.
 """
@@ -18,6 +19,7 @@ from maxdiff.diffusion.objective import Objective, drop_caption, mean_loss, nois
 from maxdiff.diffusion.schedule import NoiseSchedule
 from maxdiff.gradients import Batch, Losses, Measures
 from maxdiff.models.network import Network, Params
+from maxdiff.models.vae import Gaussian
 
 RECONSTRUCTION: dict[str, Callable[[jax.Array], jax.Array]] = {"l1": jnp.abs, "l2": jnp.square}
 
@@ -37,7 +39,10 @@ def diffusion_losses(networks: Mapping[str, Network], objective: Objective, sche
     def losses(params: Params, constants: Mapping[str, Any], batch: Batch) -> jax.Array:
         weights = {**constants["frozen"], **params}
         key, position = constants["key"], batch["position"]
-        latents = networks["vae"].apply(weights["vae"], from_uint8(batch["image"]), method="encode")
+        if "mean" in batch:  # encoded before, see data/encoded.py
+            latents = Gaussian(batch["mean"].astype(jnp.float32), batch["logvar"].astype(jnp.float32))
+        else:
+            latents = networks["vae"].apply(weights["vae"], from_uint8(batch["image"]), method="encode")
         noise = vae_noise(key, position, latents.mean.shape[1:])
         # The autoencoder is never trained here; nor need its activations be kept.
         x0 = lax.stop_gradient(latents.sample(noise) * scaling_factor)
@@ -54,6 +59,15 @@ def _text(
     networks: Mapping[str, Network], weights: Params, constants: Mapping[str, Any], batch: Batch, dropped: jax.Array
 ) -> tuple[jax.Array, dict[str, jax.Array] | None]:
     """Text states [b 77 d], and SDXL's added conditioning; of the empty caption where `dropped`, bool [b]."""
+    if "states" in batch:
+        down = networks["vae"].config.downscale
+        height, width = (side * down for side in batch["mean"].shape[1:3])
+        pick = lambda name: jnp.where(_beside(dropped, batch[name]), constants[f"empty_{name}"], batch[name])
+        states = pick("states").astype(networks["unet"].compute.dtype)
+        if "pooled" not in batch:
+            return states, None
+        pooled = pick("pooled").astype(networks["unet"].compute.dtype)
+        return states, size_conditioning(pooled, batch["original_size"], batch["crop"], (height, width))
     ids = {
         f"input_ids{suffix}": jnp.where(dropped[:, None], constants[f"empty_ids{suffix}"], batch[f"input_ids{suffix}"])
         for suffix in ("", "_2")
@@ -64,6 +78,11 @@ def _text(
         return states, None
     height, width = batch["image"].shape[1:3]
     return states, size_conditioning(pooled, batch["original_size"], batch["crop"], (height, width))
+
+
+def _beside(flags: jax.Array, x: jax.Array) -> jax.Array:
+    """bool [b] as [b 1 ...], to stand beside x [b ...]."""
+    return flags.reshape(-1, *[1] * (x.ndim - 1))
 
 
 def reconstruction_losses(vae: Network, kind: str, kl_weight: float) -> Losses:

@@ -6,7 +6,7 @@ checkpoints are train.py's, whatever the task.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +86,13 @@ class Task:
         """Write the trained networks; each file appears whole or not at all."""
         for name in self.trained:
             save_part(folder, name, Part(self.networks[name], weights[name]), dtype=dtype)
+
+    def from_encoded(self, empty: Mapping[str, Any], resolution: int) -> "Task":
+        """The task that is trained from what is encoded; `empty` is the text of no words, see EncodedSource."""
+        whole = jax.tree.leaves(self.constants)[0].sharding
+        texts = {f"empty_{name}": x for name, x in empty.items()}
+        cost = flops.training(self.networks, self.trained, resolution, encoded=True).total
+        return dataclasses.replace(self, constants={**self.constants, **jax.device_put(texts, whole)}, flops=cost)
 
     def with_latent_scale(self, factor: float) -> "Task":
         """The task whose autoencoder has this scaling_factor."""

@@ -16,6 +16,8 @@ from maxdiff import build, command
 from maxdiff.accelerators import peak_flops
 from maxdiff.checkpoint import Checkpoints, has_checkpoints
 from maxdiff.config import Config, write_config
+from maxdiff.data.encode import settle
+from maxdiff.data.encoded import EncodedSource
 from maxdiff.data.examples import Source
 from maxdiff.data.pipeline import prefetch
 from maxdiff.judge import exported, latent_scale, make_judge
@@ -54,13 +56,14 @@ def train(config: Config) -> TrainState:
     config, accumulation = build.settle_batch(config, mesh)
     global_batch = config.batch.global_batch_size
     writes = jax.process_index() == 0  # the first of several processes does
-    source = build.open_examples(config, "train_data_dir")
+    source = build.open_training(config)
 
     # Task: the networks, and the weights of those that are not trained. A run that goes on has them in pipeline/.
     goes_on = has_checkpoints(folder / "checkpoints")
     if goes_on:
         build.check_restart(config)
     task = make_task(config, layout, folder / "pipeline" if goes_on else None)
+    source, task = settle(config, task, source)
     for name in task.trained:
         say("\n".join([f"{name}:", *layout.describe(task.networks[name])]))
     key = build.run_key(config, mesh)
@@ -100,7 +103,8 @@ def train(config: Config) -> TrainState:
             with metrics.untimed():
                 started = time.perf_counter()
                 step = build.make_step(config, layout, task, optimizer, abstract, accumulation)
-                step = step.lower(abstract, task.constants, build.abstract_batch(plan, tokenizers, split), key).compile()
+                batch = build.abstract_batch(plan, tokenizers, split, source)
+                step = step.lower(abstract, task.constants, batch, key).compile()
                 say(f"compiled in {time.perf_counter() - started:.1f} s")
                 if first == 0:
                     judge(0, state, metrics)
@@ -133,10 +137,13 @@ def due(step: int, global_batch: int, every: int) -> bool:
     return every > 0 and step * global_batch // every > (step - 1) * global_batch // every
 
 
-def export(config: Config, layout: Layout, task: Task, state: TrainState, source: Source, key: jax.Array) -> None:
+def export(
+    config: Config, layout: Layout, task: Task, state: TrainState, source: Source | EncodedSource, key: jax.Array
+) -> None:
     """Write the trained networks, their average if there is one, into the run's `pipeline/`, a diffusers folder."""
     weights = exported(layout, task, state)
     if "vae" in config.model.new and config.model.train_vae and "scaling_factor" not in config.model.vae:
+        assert not isinstance(source, EncodedSource)  # which trains no autoencoder
         task = task.with_latent_scale(latent_scale(config, layout, task, weights, source, key))
     weights = gather(weights)
     if jax.process_index() == 0:

@@ -18,6 +18,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from maxdiff.data.captions import CaptionPlan
+from maxdiff.data.encoded import MOMENTS, EncodedSource
 from maxdiff.data.examples import BadExample, Source
 from maxdiff.data.order import batch_positions, example_index, host_slice
 from maxdiff.data.transforms import CAPTION, CROP_AND_FLIP, Picture, make_picture, random_words
@@ -48,6 +49,7 @@ class BatchPlan:
         captions: how captions are made of an example's texts.
         process_index: this process, which makes its slice of each global batch.
         process_count: how many processes share a batch.
+        flip: all images mirrored, or none; None leaves it to random_flip.
     """
 
     seed: int
@@ -58,6 +60,7 @@ class BatchPlan:
     captions: CaptionPlan = dataclasses.field(default_factory=CaptionPlan)
     process_index: int = 0
     process_count: int = 1
+    flip: bool | None = None
 
     @property
     def rows(self) -> slice:
@@ -66,7 +69,7 @@ class BatchPlan:
 
 
 def load_batch(
-    source: Source, tokenizers: Sequence[Tokenizer], plan: BatchPlan, step: int, pool: Executor | None = None
+    source: Source | EncodedSource, tokenizers: Sequence[Tokenizer], plan: BatchPlan, step: int, pool: Executor | None = None
 ) -> tuple[Batch, list[BadExample]]:
     """This process's part of the batch of `step`, and the bad examples met on the way.
 
@@ -77,6 +80,8 @@ def load_batch(
             position: int32 [b], the row of the global batch.
             index: int64 [b], the example within the source.
             original_size, crop: int32 [b 2], see `Picture`.
+        Of what is encoded already, mean and logvar [b h w c] and states [b 77 d] (and pooled [b p]) stand for image
+        and input_ids.
 
     Raises:
         ValueError, OSError: if the source cannot be read, or holds MAX_RUN bad examples in a row.
@@ -84,6 +89,8 @@ def load_batch(
     rows = np.arange(plan.global_batch)[plan.rows]
     positions = batch_positions(step, plan.global_batch)[plan.rows]
     _, wanted = example_index(plan.seed, len(source), positions)
+    if isinstance(source, EncodedSource):
+        return _load_encoded(source, plan, rows, positions, wanted)
     load = lambda position, index: load_example(source, plan, int(position), int(index))
     loaded = list((pool.map if pool else map)(load, positions, wanted))
     pictures = [example.picture for example in loaded]
@@ -97,6 +104,33 @@ def load_batch(
     for name, tokenizer in zip(TOKEN_NAMES, tokenizers, strict=False):
         batch[name] = tokenizer([example.caption for example in loaded])
     return batch, [error for example in loaded for error in example.bad]
+
+
+def _load_encoded(
+    source: EncodedSource, plan: BatchPlan, rows: np.ndarray, positions: np.ndarray, wanted: np.ndarray
+) -> tuple[Batch, list[BadExample]]:
+    """As `load_batch`; a mirrored image's latents are drawn for the same positions as its pixels would be."""
+    bad: list[BadExample] = []
+    found: list[Batch] = []
+    indexes: list[int] = []
+    for position, index in zip(positions.tolist(), wanted.tolist(), strict=True):
+        met: list[BadExample] = []
+        row = None
+        while row is None:
+            try:
+                row = source[index]
+            except BadExample as error:
+                met.append(error)
+                if len(met) >= min(MAX_RUN, len(source)):
+                    raise ValueError(f"{len(met)} examples in a row are bad, the last {error}") from None
+                index = (index + 1) % len(source)
+        mirrored = plan.random_flip and random_words(plan.seed, position, CROP_AND_FLIP)[2] >> 63
+        moments = {name: row[f"flip_{name}" if mirrored else name] for name in MOMENTS}
+        found.append({**{name: x for name, x in row.items() if not name.startswith("flip_")}, **moments})
+        indexes.append(index)
+        bad += met
+    batch = {name: np.stack([row[name] for row in found]) for name in found[0]}
+    return {**batch, "position": rows.astype(np.int32), "index": np.array(indexes, np.int64)}, bad
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,11 +147,14 @@ class Loaded:
 def load_example(source: Source, plan: BatchPlan, position: int, index: int) -> Loaded:
     """The example at `index`, or the first good one after it: whoever meets a bad one replaces it alike."""
     words = random_words(plan.seed, position, CROP_AND_FLIP)
+    random_flip = plan.random_flip if plan.flip is None else True
+    if plan.flip is not None:
+        words[2] = int(plan.flip) << 63
     bad: list[BadExample] = []
     while True:
         try:
             example = source[index]
-            picture = make_picture(example.image, example.key, words, plan.resolution, plan.center_crop, plan.random_flip)
+            picture = make_picture(example.image, example.key, words, plan.resolution, plan.center_crop, random_flip)
             caption = plan.captions.caption(example.texts, random_words(plan.seed, position, CAPTION))
             return Loaded(index, example.key, picture, caption, bad)
         except BadExample as error:
@@ -128,7 +165,7 @@ def load_example(source: Source, plan: BatchPlan, position: int, index: int) -> 
 
 
 def batches(
-    source: Source,
+    source: Source | EncodedSource,
     tokenizers: Sequence[Tokenizer],
     plan: BatchPlan,
     *,
@@ -166,7 +203,7 @@ def batches(
 
 
 def _thread_batches(
-    source: Source, tokenizers: Sequence[Tokenizer], plan: BatchPlan, step: int, _: int
+    source: Source | EncodedSource, tokenizers: Sequence[Tokenizer], plan: BatchPlan, step: int, _: int
 ) -> Iterator[tuple[Batch, list[BadExample]]]:
     with ThreadPoolExecutor(min(32, os.cpu_count() or 1), "maxdiff-data") as pool:
         while True:

@@ -77,21 +77,22 @@ def _is_jaxpr(x: Any) -> bool:
     return isinstance(x, core.Jaxpr | core.ClosedJaxpr)
 
 
-def training(networks: Mapping[str, Network], trained: Collection[str], resolution: int) -> Flops:
+def training(networks: Mapping[str, Network], trained: Collection[str], resolution: int, *, encoded: bool = False) -> Flops:
     """Training on one image of `resolution` pixels: three forward passes of what is trained, one of the rest.
 
     Args:
         networks: of a pipeline, or an autoencoder alone.
+        encoded: latents and text states are there already, and only the UNet runs.
     """
     plain = {name: network.with_compute(Compute()) for name, network in networks.items()}
     shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.float32)
     vae = plain["vae"]
     side = resolution // vae.config.downscale
     images = shape(1, resolution, resolution, vae.config.in_channels)
-    encoded = count(lambda p, x: vae.apply(p, x, method="encode").mean, vae.abstract(), images)
+    images_encoded = count(lambda p, x: vae.apply(p, x, method="encode").mean, vae.abstract(), images)
     if "vae" in trained:
         latents = shape(1, side, side, vae.config.latent_channels)
-        return (encoded + count(functools.partial(vae.apply, method="decode"), vae.abstract(), latents)).times(3)
+        return (images_encoded + count(functools.partial(vae.apply, method="decode"), vae.abstract(), latents)).times(3)
     passes = lambda name: 3 if name in trained else 1
     unet = plain["unet"]
     added = None
@@ -100,7 +101,10 @@ def training(networks: Mapping[str, Network], trained: Collection[str], resoluti
         added = {"text_embeds": shape(1, width), "time_ids": shape(1, 6)}
     sample, text = shape(1, side, side, unet.config.in_channels), shape(1, 77, unet.config.cross_attention_dim)
     time = jax.ShapeDtypeStruct((1,), jnp.int32)
-    total = encoded + count(unet.apply, unet.abstract(), sample, time, text, added).times(passes("unet"))
+    total = count(unet.apply, unet.abstract(), sample, time, text, added).times(passes("unet"))
+    if encoded:
+        return total
+    total += images_encoded
     for name, network in plain.items():
         if name.startswith("text_encoder"):
             ids = jax.ShapeDtypeStruct((1, 77), jnp.int32)

@@ -1,0 +1,264 @@
+"""Encode images and captions once, for training that runs neither autoencoder nor text encoder.
+
+    python -m maxdiff.data.encode configs/base15.yml train_data_dir='shards/*.tar' center_crop=true encoded_dir=encoded
+    python train.py configs/base15.yml train_data_dir=encoded center_crop=true ...
+
+Stopped and started again, it goes on with the shards that are missing, on any number of devices and processes.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from maxdiff import build, command
+from maxdiff.checkpoint import checksums
+from maxdiff.conditioning import encode_text
+from maxdiff.config import Config
+from maxdiff.data.encoded import (
+    EMPTY,
+    FINISHED,
+    ROWS,
+    SIZES,
+    EncodedSource,
+    begin,
+    differences,
+    finish,
+    shard_name,
+    write_arrays,
+    write_shard,
+)
+from maxdiff.data.examples import Source
+from maxdiff.data.pipeline import MIN_SEEN, TOKEN_NAMES, BatchPlan, Loaded, load_example, prefetch
+from maxdiff.losses import from_uint8
+from maxdiff.models.network import Network, Params, flatten
+from maxdiff.pace import Pace
+from maxdiff.processes import say, start, wait_for_all
+from maxdiff.task import Task, make_task
+
+# What of the configuration decides what an example's pixels and caption are.
+DECIDES = ("resolution", "center_crop", "caption_column", "caption_mode", "caption_separator", "caption_prefix", "keep_tags",
+           "filters")  # fmt: skip
+THREADS = 32
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command line: as train.py's."""
+
+    def action(config: Config) -> None:
+        start(config.run)
+        build.require(config, "train_data_dir", "encoded_dir")
+        build.use_cache(config)
+        source = build.open_examples(config, "train_data_dir")
+        task = make_task(config, build.layout_of(config), None)
+        encode(config, task, source, Path(config.data.encoded_dir).expanduser())
+
+    return command.run("maxdiff.data.encode", argv, action)
+
+
+def settle(config: Config, task: Task, source: Any) -> tuple[Any, Task]:
+    """(what to train from, the task that trains from it): with `cache_latents_text_encoder_outputs`, encoded first.
+
+    Raises:
+        ValueError: if what is encoded is not what the configuration asks for, with the reasons.
+    """
+    if config.data.cache_latents_text_encoder_outputs and not isinstance(source, EncodedSource):
+        folder = Path(config.data.encoded_dir).expanduser() if config.data.encoded_dir else config.run.folder / "encoded"
+        encode(config, task, source, folder)
+        source = EncodedSource(folder)
+    if not isinstance(source, EncodedSource):
+        return source, task
+    check_trains(config)
+    origin = None
+    if Path(source.path).exists() and source.path != config.data.train_data_dir:
+        origin = build.open_path(config, source.path).fingerprint()
+    wanted = made_of(config, task, origin or source.made_of["source"])
+    if not config.data.random_flip:
+        wanted["mirrored images"] = source.made_of["mirrored images"]  # which may be there, and are not used
+    wanted["encoded_dtype"] = source.made_of["encoded_dtype"]
+    if reasons := differences(source.made_of, wanted):
+        raise ValueError(f"{source.folder} is not what the configuration asks for: {'; '.join(reasons)}; allowed: what is "
+                         "encoded, or to encode again")  # fmt: skip
+    return source, task.from_encoded(source.empty, config.data.resolution)
+
+
+def encode(config: Config, task: Task, source: Source, folder: Path) -> None:
+    """Write all examples of a source into a folder: those shards that are not there yet.
+
+    Raises:
+        ValueError: for what cannot be encoded once, a folder of another encoding, or too many bad examples.
+        OSError: if the folder cannot be written to.
+    """
+    started = time.perf_counter()
+    check_encodes(config)
+    contents = made_of(config, task, source.fingerprint())
+    if (folder / FINISHED).is_file():
+        begin(folder, contents)
+        say(f"{folder} is encoded already")
+        return
+    if jax.process_index() == 0:
+        begin(folder, contents)
+    wait_for_all("encoding has begun")
+    mesh = Mesh(np.array(jax.local_devices()), ("data",))
+    sharding, weights = NamedSharding(mesh, PartitionSpec("data")), _here(task, mesh)
+    if jax.process_index() == 0:
+        write_arrays(folder / EMPTY, _empty(config, task, weights))
+    shards = -(-len(source) // ROWS)
+    mine = [n for n in range(shards) if n % jax.process_count() == jax.process_index()]
+    missing = [n for n in mine if not (folder / shard_name(n)).is_file()]
+    rows = lambda numbers: sum(min(len(source), (n + 1) * ROWS) - n * ROWS for n in numbers)
+    pace = Pace(rows(missing), "examples", started)
+    at_once = config.batch.per_device_batch_size * len(jax.local_devices())
+    program = jax.jit(encoder(task, jnp.dtype(config.data.encoded_dtype)), out_shardings=sharding)
+    batches = _batches(config, task, source, missing, at_once)
+    with prefetch(batches, lambda batch: (batch[0], batch[1], jax.device_put(batch[2], sharding))) as inputs:
+        for number in missing:
+            parts: list[dict[str, np.ndarray]] = []
+            loaded: list[Loaded] = []
+            while len(loaded) < rows([number]):
+                examples, sizes, images = next(inputs)
+                parts.append({**_fetch(program(weights, images), len(examples)), **sizes})
+                loaded += examples
+                pace.step(len(examples))
+            arrays = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+            write_shard(folder, number, arrays, [(example.key, example.caption) for example in loaded])
+    pace.end("encoded", rows(mine) - rows(missing))
+    wait_for_all("every shard is there")
+    if jax.process_index() == 0:
+        finish(folder, contents, config.data.train_data_dir, len(source))
+        say(f"wrote {folder}")
+    wait_for_all("encoded")
+
+
+def encoder(task: Task, dtype: Any) -> Callable[[Mapping[str, Params], Mapping[str, jax.Array]], dict[str, jax.Array]]:
+    """encode(weights, batch) -> the arrays of each example, see encoded.py; pure, to be jitted."""
+    vae = task.networks["vae"]
+
+    def program(weights: Mapping[str, Params], batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        found = {}
+        for prefix in ("", "flip_"):
+            if f"{prefix}image" in batch:
+                latents = vae.apply(weights["vae"], from_uint8(batch[f"{prefix}image"]), method="encode")
+                found |= {f"{prefix}mean": latents.mean, f"{prefix}logvar": latents.logvar}
+        found |= _texts(task.networks, weights, batch)
+        return {name: x.astype(dtype) for name, x in found.items()}
+
+    return program
+
+
+def check_encodes(config: Config) -> None:
+    """Raise ValueError for what differs from one time to the next, and so cannot be encoded once."""
+    data = config.data
+    check_trains(config)
+    if not data.center_crop:
+        raise ValueError("center_crop=False cannot be encoded: every time another crop is trained on; allowed: true")
+    if data.caption_mode == "choose" and len(build.caption_columns(config).names) > 1:
+        raise ValueError(f"caption_mode='choose' of caption_column={data.caption_column!r} cannot be encoded: every time "
+                         "another is trained on; allowed: one column, or caption_mode=join")  # fmt: skip
+
+
+def check_trains(config: Config) -> None:
+    """Raise ValueError for training that what is encoded cannot serve."""
+    for key, off in (("shuffle_tags", False), ("tag_dropout", 0.0)):
+        if (value := getattr(config.data, key)) != off:
+            raise ValueError(f"{key}={value!r} cannot be encoded: every time another caption is trained on; allowed: {off}")
+    for key in ("train_text_encoder", "train_vae"):
+        if getattr(config.model, key):
+            raise ValueError(f"{key}=True cannot be trained from what it has encoded before; allowed: false, or images")
+
+
+def made_of(config: Config, task: Task, source: str) -> dict[str, Any]:
+    """What decides an encoding's contents, name -> value: source, transform, weights."""
+    data = {key: getattr(config.data, key) for key in DECIDES}
+    labels = build.caption_columns(config).labels
+    weights = {f"weights of {name}": _fingerprint(task.constants["frozen"][name]) for name in task.constants["frozen"]}
+    return {
+        "source": source, **data, "idx_to_prompt": _hash(labels) if labels else "", "mirrored images": config.data.random_flip,
+        "encoded_dtype": config.data.encoded_dtype, **weights,
+    }  # fmt: skip
+
+
+def _fingerprint(params: Params) -> str:
+    """Of weights on the devices, wherever they lie."""
+    leaves = {"/".join(map(str, path)): leaf for path, leaf in flatten(params)}
+    return _hash({name: int(value) for name, value in jax.device_get(checksums(leaves)).items()})
+
+
+def _hash(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _here(task: Task, mesh: Mesh) -> dict[str, Params]:
+    """The frozen weights on this process's devices alone: each process encodes for itself."""
+    whole = NamedSharding(mesh, PartitionSpec())
+    own = lambda x: jax.device_put(x.addressable_data(0) if jax.process_count() > 1 else x, whole)
+    return {name: jax.tree.map(own, task.constants["frozen"][name]) for name in task.networks if name != "unet"}
+
+
+def _texts(networks: Mapping[str, Network], weights: Mapping[str, Params], batch: Mapping[str, Any]) -> dict[str, jax.Array]:
+    states, pooled = encode_text(networks, weights, {name: batch[name] for name in TOKEN_NAMES if name in batch})
+    return {"states": states} if pooled is None else {"states": states, "pooled": pooled}
+
+
+def _empty(config: Config, task: Task, weights: Mapping[str, Params]) -> dict[str, np.ndarray]:
+    """The text of no words."""
+    ids = {name: tokenizer("") for name, tokenizer in zip(TOKEN_NAMES, task.tokenizers.values(), strict=False)}
+    found = jax.jit(functools.partial(_texts, task.networks))(weights, ids)
+    return {name: np.asarray(x.astype(config.data.encoded_dtype)) for name, x in found.items()}
+
+
+def _fetch(found: Mapping[str, jax.Array], count: int) -> dict[str, np.ndarray]:
+    return {name: np.asarray(x)[:count] for name, x in found.items()}
+
+
+def _batches(
+    config: Config, task: Task, source: Source, shards: Sequence[int], at_once: int
+) -> Iterator[tuple[list[Loaded], dict[str, np.ndarray], dict[str, np.ndarray]]]:
+    """(examples, their sizes, what the devices get) of these shards; the last of a shard is filled up with its last example.
+
+    Raises:
+        ValueError: past max_bad_fraction; bad examples are replaced as in training.
+    """
+    plan = build.make_plan(config)
+    seen, bad = 0, 0
+    with ThreadPoolExecutor(THREADS, "maxdiff-encode") as pool:
+        for shard in shards:
+            for first in range(shard * ROWS, min(len(source), (shard + 1) * ROWS), at_once):
+                indexes = range(first, min(first + at_once, len(source), (shard + 1) * ROWS))
+                examples, batch = _load(source, plan, list(task.tokenizers.values()), indexes, at_once, pool)
+                seen, bad = seen + len(examples), bad + sum(len(example.bad) for example in examples)
+                for error in (error for example in examples for error in example.bad):
+                    say(f"bad example, replaced by the next: {error}")
+                if seen >= MIN_SEEN and bad > config.data.max_bad_fraction * seen:
+                    limit = f"max_bad_fraction={config.data.max_bad_fraction}"
+                    raise ValueError(f"{bad} of {seen} examples are bad, more than {limit}")
+                sizes = {name: np.array([getattr(x.picture, name) for x in examples], np.int32) for name in SIZES}
+                yield examples, sizes, batch
+
+
+def _load(
+    source: Source, plan: BatchPlan, tokenizers: Sequence[Any], indexes: range, at_once: int, pool: ThreadPoolExecutor
+) -> tuple[list[Loaded], dict[str, np.ndarray]]:
+    plans = [dataclasses.replace(plan, flip=flip) for flip in ([False, True] if plan.random_flip else [False])]
+    ways = [list(pool.map(lambda i, plan=plan: load_example(source, plan, i, i), indexes)) for plan in plans]
+    filled = [way + way[-1:] * (at_once - len(way)) for way in ways]
+    names = ("image", "flip_image")
+    batch = {name: np.stack([x.picture.image for x in way]) for name, way in zip(names, filled, strict=False)}
+    for name, tokenizer in zip(TOKEN_NAMES, tokenizers, strict=False):
+        batch[name] = tokenizer([x.caption for x in filled[0]])
+    return ways[0], batch
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,182 @@
+"""Examples that were encoded once: latents' moments and text states, read at random access as images are.
+
+A folder holds shards of `ROWS` examples in the source's order, shard-000000.safetensors, ...: mean and logvar [n h w c],
+unscaled, and with mirrored images flip_mean and flip_logvar; states [n 77 d] and, for SDXL, pooled [n p]; original_size and
+crop int32 [n 2]; a crc32 of each row's bytes; keys and captions as JSON. empty.safetensors has the text of no words.
+encoding.json says what all of it was made of and is written first, encoded.json what there is, and is written last.
+"""
+
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from maxdiff.data.examples import BadExample
+from maxdiff.weights.tensors import Tensor, open_tensors, write_atomically, write_safetensors
+
+BEGUN, FINISHED, EMPTY = "encoding.json", "encoded.json", "empty.safetensors"
+VERSION = 1
+ROWS = 1024  # examples of a shard
+MOMENTS, TEXTS, SIZES = ("mean", "logvar"), ("states", "pooled"), ("original_size", "crop")
+CHECKSUM, NAMES = "crc32", "names"
+
+Row = dict[str, np.ndarray]
+
+
+class EncodedSource:
+    """The examples of a folder. It may be pickled, and read from many threads.
+
+    Attributes:
+        folder: where it lies.
+        made_of: what decides its contents, name -> value.
+        path: where the images were.
+
+    Raises:
+        ValueError: if the folder's encoding was not finished, or a shard is not as it was written.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        if not (folder / FINISHED).is_file():
+            raise ValueError(f"{folder} holds an encoding that is not finished: run python -m maxdiff.data.encode again")
+        manifest = read_json(folder / FINISHED)
+        if manifest.get("version") != VERSION:
+            raise ValueError(f"{folder} was encoded by another version of MaxDiff: encode it again")
+        self.made_of: dict[str, Any] = manifest["made_of"]
+        self.path: str = manifest["path"]
+        self._examples: int = manifest["examples"]
+        self._shards: list[int] = manifest["bytes"]
+        for number, size in enumerate(self._shards):
+            path = folder / shard_name(number)
+            if not path.is_file() or path.stat().st_size != size:
+                raise ValueError(f"{path} is missing or not as it was written: run python -m maxdiff.data.encode again")
+
+    def __len__(self) -> int:
+        return self._examples
+
+    def __getitem__(self, i: int, /) -> Row:
+        """Every array of an example; raises BadExample if its bytes have changed."""
+        shard, row = self._shard(i)
+        found = {name: np.array(tensor.read()[row]) for name, tensor in shard.items() if name not in (CHECKSUM, NAMES)}
+        if checksum(found) != int(shard[CHECKSUM].read()[row]):
+            raise BadExample(f"{self.folder / shard_name(i // ROWS)}:{row}", "its bytes are not those that were written")
+        return found
+
+    def names(self, i: int) -> tuple[str, str]:
+        """The key that the example had in its source, and its caption."""
+        shard, row = self._shard(i)
+        key, caption = json.loads(shard[NAMES].read().tobytes())[row]
+        return key, caption
+
+    @cached_property
+    def empty(self) -> Row:
+        """The text of no words: states [1 77 d] and, for SDXL, pooled [1 p]."""
+        return {name: np.array(tensor.read()) for name, tensor in open_tensors(self.folder / EMPTY).items()}
+
+    def shapes(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+        """Shape and dtype of each array of an example."""
+        shard, _ = self._shard(0)
+        return {name: (tensor.shape[1:], tensor.dtype) for name, tensor in shard.items() if name not in (CHECKSUM, NAMES)}
+
+    def _shard(self, i: int) -> tuple[dict[str, Tensor], int]:
+        if not 0 <= i < len(self):
+            raise IndexError(i)
+        number, row = divmod(i, ROWS)
+        if number not in self._open:
+            self._open[number] = open_tensors(self.folder / shard_name(number))
+        return self._open[number], row
+
+    @cached_property
+    def _open(self) -> dict[int, dict[str, Tensor]]:
+        """Shards, mapped into memory when they are first read."""
+        return {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_open"}
+
+
+def is_encoded(path: str | Path) -> bool:
+    """Whether a path is a folder that `encode` writes, finished or not."""
+    return any((Path(path) / name).is_file() for name in (BEGUN, FINISHED))
+
+
+def shard_name(number: int) -> str:
+    """A shard's file name."""
+    return f"shard-{number:06d}.safetensors"
+
+
+def checksum(row: Mapping[str, np.ndarray]) -> int:
+    """CRC-32 of a row's arrays, in the order of their names."""
+    crc = 0
+    for name in sorted(row):
+        crc = zlib.crc32(np.ascontiguousarray(row[name]).reshape(-1).view(np.uint8).data, crc)
+    return crc
+
+
+def write_shard(folder: Path, number: int, arrays: Mapping[str, np.ndarray], names: Sequence[tuple[str, str]]) -> None:
+    """Write a shard of arrays [n ...]; it appears whole or not at all.
+
+    Args:
+        names: key and caption of each example.
+    """
+    crcs = [checksum({name: array[i] for name, array in arrays.items()}) for i in range(len(names))]
+    text = np.frombuffer(json.dumps(list(names)).encode("utf-8", "surrogatepass"), np.uint8)
+    whole = {**arrays, CHECKSUM: np.array(crcs, np.int64), NAMES: text}
+    write_arrays(folder / shard_name(number), whole)
+
+
+def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """Write arrays as safetensors."""
+    tensors = [(name, Tensor(array.shape, array.dtype, lambda array=array: array)) for name, array in arrays.items()]
+    write_safetensors(path, tensors, {"format": "maxdiff-encoded"})
+
+
+def begin(folder: Path, made_of: Mapping[str, Any]) -> None:
+    """Say what a folder's encoding is made of.
+
+    Raises:
+        ValueError: if the folder holds another encoding, or other things.
+    """
+    for name in (FINISHED, BEGUN):
+        if (folder / name).is_file():
+            if reasons := differences(read_json(folder / name)["made_of"], made_of):
+                raise ValueError(f"{folder} holds another encoding ({'; '.join(reasons)}); allowed: another encoded_dir")
+            return
+    if folder.is_dir() and any(folder.iterdir()):
+        raise ValueError(f"{folder} holds other files; allowed: a new folder")
+    write_json(folder / BEGUN, {"made_of": made_of})
+
+
+def finish(folder: Path, made_of: Mapping[str, Any], path: str, examples: int) -> None:
+    """Say that every shard is there."""
+    sizes = [(folder / shard_name(number)).stat().st_size for number in range(-(-examples // ROWS))]
+    write_json(folder / FINISHED, {"version": VERSION, "made_of": made_of, "path": path, "examples": examples, "bytes": sizes})
+
+
+def differences(there: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+    """Why an encoding made of `there` is not one of `wanted`; names that only one of them has count too."""
+    return [
+        f"{name}: {there.get(name)!r} is encoded, {wanted.get(name)!r} is asked for"
+        for name in sorted({*there, *wanted})
+        if there.get(name) != wanted.get(name)
+    ]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object; raises ValueError if there is none."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(found, dict):
+            return found
+    except ValueError:
+        pass
+    raise ValueError(f"{path} is damaged: encode again, into another folder")
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write a JSON object, whole or not at all."""
+    write_atomically(path, [json.dumps(value, indent=2).encode() + b"\n"])

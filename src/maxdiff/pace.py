@@ -1,0 +1,49 @@
+"""How fast a long piece of work goes, and how long it will take."""
+
+import time
+
+from maxdiff.processes import say
+
+SECONDS = 10  # between two lines
+
+
+class Pace:
+    """Says a line now and then, and one at the end; the first batch, with what is compiled for it, is not in the rate.
+
+    Args:
+        total: how many there are to do.
+        what: what is counted, in the plural, with an `s`.
+        started: time.perf_counter() when the program began.
+    """
+
+    def __init__(self, total: int, what: str, started: float):
+        self._total, self._what, self._started = total, what, started
+        self._done, self._at_first, self._first, self._said = 0, 0, 0.0, 0.0
+
+    def step(self, count: int) -> None:
+        """So many more are done."""
+        now = time.perf_counter()
+        if not self._done:
+            self._first, self._said, self._at_first = now, now, count
+            say(f"the first {self.counted(count)} after {now - self._started:.1f} s")
+        self._done += count
+        if now - self._said > SECONDS and self._done > self._at_first:
+            rate = self._rate(now)
+            left = (self._total - self._done) / rate
+            say(f"{self._done}/{self._total} {self._what}, {rate:.3g} {self._what}/s, {left:.0f} s left")
+            self._said = now
+
+    def end(self, verb: str, skipped: int) -> None:
+        """All are done, and so many more were there before."""
+        parts = [f"{self.counted(self._done)} {verb}"] if self._done else []
+        if self._done and self._done > self._at_first:
+            parts.append(f"{self._rate(time.perf_counter()):.3g} {self._what}/s after the first")
+        parts += [f"{self.counted(skipped)} there already"] if skipped else []
+        say(", ".join(parts))
+
+    def counted(self, count: int) -> str:
+        """As `1 image` or `2 images`."""
+        return f"1 {self._what.removesuffix('s')}" if count == 1 else f"{count} {self._what}"
+
+    def _rate(self, now: float) -> float:
+        return (self._done - self._at_first) / (now - self._first)
