@@ -28,7 +28,7 @@ class Pace:
             say(f"the first {self.counted(count)} after {now - self._started:.1f} s")
         self._done += count
         if now - self._said > SECONDS and self._done > self._at_first:
-            rate = self._rate(now)
+            rate = self.rate()
             left = (self._total - self._done) / rate
             say(f"{self._done}/{self._total} {self._what}, {rate:.3g} {self._what}/s, {left:.0f} s left")
             self._said = now
@@ -36,8 +36,8 @@ class Pace:
     def end(self, verb: str, skipped: int) -> None:
         """All are done, and so many more were there before."""
         parts = [f"{self.counted(self._done)} {verb}"] if self._done else []
-        if self._done and self._done > self._at_first:
-            parts.append(f"{self._rate(time.perf_counter()):.3g} {self._what}/s after the first")
+        if self._done > self._at_first:
+            parts.append(f"{self.rate():.3g} {self._what}/s after the first")
         parts += [f"{self.counted(skipped)} there already"] if skipped else []
         say(", ".join(parts))
 
@@ -45,5 +45,6 @@ class Pace:
         """As `1 image` or `2 images`."""
         return f"1 {self._what.removesuffix('s')}" if count == 1 else f"{count} {self._what}"
 
-    def _rate(self, now: float) -> float:
-        return (self._done - self._at_first) / (now - self._first)
+    def rate(self) -> float:
+        """So many a second, after the first batch."""
+        return (self._done - self._at_first) / (time.perf_counter() - self._first)

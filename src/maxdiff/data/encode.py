@@ -93,8 +93,8 @@ def settle(config: Config, task: Task, source: Any) -> tuple[Any, Task]:
     return source, task.from_encoded(source.empty, config.data.resolution)
 
 
-def encode(config: Config, task: Task, source: Source, folder: Path) -> None:
-    """Write all examples of a source into a folder: those shards that are not there yet.
+def encode(config: Config, task: Task, source: Source, folder: Path) -> Pace:
+    """Write all examples of a source into a folder: those shards that are not there yet; returns how fast it went.
 
     Raises:
         ValueError: for what cannot be encoded once, a folder of another encoding, or too many bad examples.
@@ -106,7 +106,7 @@ def encode(config: Config, task: Task, source: Source, folder: Path) -> None:
     if (folder / FINISHED).is_file():
         begin(folder, contents)
         say(f"{folder} is encoded already")
-        return
+        return Pace(0, "examples", started)
     if jax.process_index() == 0:
         begin(folder, contents)
     wait_for_all("encoding has begun")
@@ -139,6 +139,7 @@ def encode(config: Config, task: Task, source: Source, folder: Path) -> None:
         finish(folder, contents, config.data.train_data_dir, len(source))
         say(f"wrote {folder}")
     wait_for_all("encoded")
+    return pace
 
 
 def encoder(task: Task, dtype: Any) -> Callable[[Mapping[str, Params], Mapping[str, jax.Array]], dict[str, jax.Array]]:
