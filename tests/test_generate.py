@@ -174,7 +174,7 @@ def test_an_inpainting_model_draws_where_the_mask_is(folders: dict[str, Path], t
         (["prompts_file=@/empty.txt"], "has no prompt"),
         (["prompt=x", "run_name=q"], "q has no checkpoint"),
         (["prompt=x", "step=3"], "step=3 is of a run (run_name and output_dir are required)"),
-        (["prompt=x", "step=x"], "step=x is not one step of the run (allowed: 1 or more)"),
+        (["prompt=x", "step=x"], "step=x is not one whole number (allowed: 1 or more)"),
         (["prompt=x", "mask=@/empty.txt"], "mask is for inpainting models, whose unet has in_channels=9; this one has 4"),
         (["prompt=x", "image=@/empty.txt"], "empty.txt cannot be read as an image"),
         (["prompt=x", "clip_skip=2"], "clip_skip=2 is too many for the text_encoder's 2 layers"),

@@ -175,8 +175,8 @@ def test_an_audit_names_what_made_a_step(run: Path, capsys):
     assert audit.main([*arguments, "step=2"]) == 0
     assert capsys.readouterr().out.splitlines() == lines
     for wrong, message in (
-        (["step=0"], "step=0 is not one step of the run"),
-        (["step=1", "step=2"], "step=1,2 is not one step of the run"),
+        (["step=0"], "step=0 is not one whole number"),
+        (["step=1", "step=2"], "step=1,2 is not one whole number"),
         ([], "step=N is required"),
         (["run_name=q", "step=1"], "there is no run in "),
     ):

@@ -44,7 +44,7 @@ def run_on_step(program: str, argv: Sequence[str], action: Callable[[Config, int
 
     `step=N` among the arguments is passed on as a number; None without it.
     """
-    rest, step = split_step(argv)
+    rest, step = split_number(argv, "step")
 
     def on_run(config: Config) -> None:
         saved = saved_config(config, rest)
@@ -55,16 +55,16 @@ def run_on_step(program: str, argv: Sequence[str], action: Callable[[Config, int
     return run(program, rest, on_run)
 
 
-def split_step(argv: Sequence[str]) -> tuple[list[str], Callable[[], int | None]]:
-    """The other arguments, and what gives N of `step=N`, or None without it; called, that raises ValueError."""
-    steps = [argument.removeprefix("step=") for argument in argv if argument.startswith("step=")]
+def split_number(argv: Sequence[str], name: str) -> tuple[list[str], Callable[[], int | None]]:
+    """The other arguments, and what gives N of `name=N`, or None without it; called, that raises ValueError."""
+    numbers = [argument.removeprefix(f"{name}=") for argument in argv if argument.startswith(f"{name}=")]
 
-    def step() -> int | None:
-        if len(steps) > 1 or any(not step.isdigit() or int(step) < 1 for step in steps):
-            raise ValueError(f"step={','.join(steps)} is not one step of the run (allowed: 1 or more)")
-        return int(steps[0]) if steps else None
+    def number() -> int | None:
+        if len(numbers) > 1 or any(not number.isdigit() or int(number) < 1 for number in numbers):
+            raise ValueError(f"{name}={','.join(numbers)} is not one whole number (allowed: 1 or more)")
+        return int(numbers[0]) if numbers else None
 
-    return [argument for argument in argv if not argument.startswith("step=")], step
+    return [argument for argument in argv if not argument.startswith(f"{name}=")], number
 
 
 def saved_config(config: Config, argv: Sequence[str]) -> Config | None:

@@ -46,7 +46,7 @@ WRITERS = 4  # threads that write PNGs
 
 def main(argv: Sequence[str]) -> int:
     """The command line: as train.py's, and step=N for another checkpoint of a run than the latest."""
-    rest, step = command.split_step(argv)
+    rest, step = command.split_number(argv, "step")
 
     def action(config: Config) -> None:
         start(config.run)
