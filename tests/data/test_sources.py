@@ -192,7 +192,7 @@ def test_a_tar_cut_during_the_run_is_told(tmp_path: Path):
     tar = write_tar(tmp_path / "a.tar", pairs(0, 5))
     source = open_source(tar)
     os.truncate(tar, 3000)
-    with pytest.raises(ValueError, match=r"a.tar ends before byte \d+, where its index has an example end"):
+    with pytest.raises(BadExample, match=r"a.tar ends before byte \d+, where its index has an example end"):
         contents(source)
 
 

@@ -83,7 +83,7 @@ def sheet(loaded: Sequence[Loaded]) -> np.ndarray:
     for example in loaded:
         tile = Image.new("RGB", (SIDE, SIDE + 14 * LINES + 4), "white")
         tile.paste(Image.fromarray(example.picture.image).resize((SIDE, SIDE), Image.Resampling.LANCZOS))
-        lines = textwrap.wrap(example.caption, 32, max_lines=LINES, placeholder=" ...") or ["(no caption)"]
+        lines = textwrap.wrap(example.caption, 29, max_lines=LINES, placeholder=" ...") or ["(no caption)"]
         ImageDraw.Draw(tile).multiline_text((2, SIDE + 2), "\n".join(lines), "black", font, spacing=2)
         tiles.append(np.asarray(tile))
     return grid(np.stack(tiles))

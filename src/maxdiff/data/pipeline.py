@@ -32,8 +32,8 @@ Tokenizer = Callable[[Sequence[str]], np.ndarray]
 TOKEN_NAMES = ("input_ids", "input_ids_2")
 # Examples to have seen before the fraction of bad ones means anything.
 MIN_SEEN = 100
-# Bad examples in a row, in index order, past which a source is taken to be no source of images.
-MAX_RUN = 100
+# Bad examples in a row past which a source is taken to be no source of images, and those tried one after another.
+MAX_RUN, NEAR = 100, 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,15 +115,13 @@ def _load_encoded(
     indexes: list[int] = []
     for position, index in zip(positions.tolist(), wanted.tolist(), strict=True):
         met: list[BadExample] = []
-        row = None
+        row, first = None, index
         while row is None:
             try:
                 row = source[index]
             except BadExample as error:
                 met.append(error)
-                if len(met) >= min(MAX_RUN, len(source)):
-                    raise ValueError(f"{len(met)} examples in a row are bad, the last {error}") from None
-                index = (index + 1) % len(source)
+                index = _instead(first, met, len(source))
         mirrored = plan.random_flip and random_words(plan.seed, position, CROP_AND_FLIP)[2] >> 63
         moments = {name: row[f"flip_{name}" if mirrored else name] for name in MOMENTS}
         found.append({**{name: x for name, x in row.items() if not name.startswith("flip_")}, **moments})
@@ -145,12 +143,13 @@ class Loaded:
 
 
 def load_example(source: Source, plan: BatchPlan, position: int, index: int) -> Loaded:
-    """The example at `index`, or the first good one after it: whoever meets a bad one replaces it alike."""
+    """The example at `index`, or another in the place of a bad one, see `_instead`."""
     words = random_words(plan.seed, position, CROP_AND_FLIP)
     random_flip = plan.random_flip if plan.flip is None else True
     if plan.flip is not None:
         words[2] = int(plan.flip) << 63
     bad: list[BadExample] = []
+    first = index
     while True:
         try:
             example = source[index]
@@ -159,9 +158,21 @@ def load_example(source: Source, plan: BatchPlan, position: int, index: int) -> 
             return Loaded(index, example.key, picture, caption, bad)
         except BadExample as error:
             bad.append(error)
-        if len(bad) >= min(MAX_RUN, len(source)):
-            raise ValueError(f"{len(bad)} examples in a row are bad, the last {bad[-1]}")
-        index = (index + 1) % len(source)
+        index = _instead(first, bad, len(source))
+
+
+def _instead(first: int, bad: Sequence[BadExample], n: int) -> int:
+    """Which of n examples is tried in the place of `first`, after these bad ones: whoever meets it replaces it alike.
+
+    The next ones, NEAR of them; then ever farther away, for a lost shard may have held thousands.
+
+    Raises:
+        ValueError: if all are bad, or MAX_RUN of those tried.
+    """
+    tried = len(bad)
+    if tried >= min(MAX_RUN, n):
+        raise ValueError(f"{tried} examples in a row are bad, the last {bad[-1]}")
+    return (first + (tried if tried <= NEAR or n <= MAX_RUN else NEAR + 2 ** (tried - NEAR))) % n
 
 
 def batches(

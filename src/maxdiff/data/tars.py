@@ -69,7 +69,7 @@ class TarSource:
 
     def __getitem__(self, i: int, /) -> Example:
         tar, row, key = self._find(i)
-        return Example(key, self._files.read(tar.path, *tar.image(row)), self._texts(tar, row, key))
+        return Example(key, self._bytes(tar, tar.image(row), key), self._texts(tar, row, key))
 
     def fields(self, i: int, /) -> dict[str, Any]:
         """See `Source`."""
@@ -87,6 +87,13 @@ class TarSource:
         tar, row = self._tars[number], i - (self._ends[number - 1] if number else 0)
         return tar, row, f"{tar.path}:{tar.key(row)}"
 
+    def _bytes(self, tar: TarIndex, member: tuple[int, int], key: str) -> bytes:
+        """A shard that was lost or cut during the run costs its examples, and not the run: others stand in for them."""
+        try:
+            return self._files.read(tar.path, *member)
+        except (OSError, ValueError) as error:
+            raise BadExample(key, f"{tar.path} cannot be read: {error}") from None
+
     def _texts(self, tar: TarIndex, row: int, key: str) -> tuple[str, ...]:
         """Reads no member that no column needs."""
         from_text = [name for name in self._columns.names if name in TEXT_COLUMNS and tar.has_member(row, TEXT)]
@@ -102,7 +109,7 @@ class TarSource:
             if (member := tar.member(row, kind)) is None:
                 continue
             try:
-                text = self._files.read(tar.path, *member).decode("utf-8")
+                text = self._bytes(tar, member, key).decode("utf-8")
                 found = json.loads(text) if kind == JSON else dict.fromkeys(NAMES[kind], text.strip())
             except UnicodeDecodeError as error:
                 raise BadExample(key, f"its caption is not UTF-8 ({error})") from None
