@@ -128,6 +128,9 @@ def test_a_large_jpeg_is_decoded_at_reduced_scale(monkeypatch: pytest.MonkeyPatc
     image = smooth(1600, 1200)
     got = picture(encode(image, "JPEG", quality=95), 128)
     assert sizes[-1] == (400, 300)
+    for resolution, size in ((375, (800, 600)), (376, (1600, 1200))):  # 1.6 times 375 are 600 pixels
+        assert picture(encode(image, "JPEG"), resolution).image.shape == (resolution, resolution, 3)
+        assert sizes[-1] == size
     assert got.original_size == (1200, 1600)
     assert close(got.image, picture(encode(image), 128).image, 6)
 
