@@ -26,7 +26,7 @@ TURNS = {
 }
 SIDEWAYS = (5, 6, 7, 8)
 # A JPEG is decoded at 1/2, 1/4 or 1/8 scale where that leaves this many times the pixels that are wanted. What that changes
-# is then less than what BICUBIC instead of LANCZOS would: docs/INPUT_SPEED.md.
+# is no more, by mean and worst image, than what BICUBIC instead of LANCZOS would: docs/INPUT_SPEED.md.
 KEPT = 1.6
 Box = tuple[float, float, float, float]
 # What a draw of random numbers is for, so that no two purposes share numbers.
