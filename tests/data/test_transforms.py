@@ -116,17 +116,40 @@ def test_exif_orientation_is_applied(orientation: int):
     assert got.original_size == (upright.height, upright.width)
     assert close(got.image, picture(encode(upright)).image, 3)
     assert got.crop == picture(encode(upright)).crop
+    for position in range(8):
+        options = {"words": random_words(0, position, 1), "center_crop": False, "random_flip": True}
+        assert close(picture(data, **options).image, picture(encode(upright), **options).image, 3)
 
 
 def test_a_large_jpeg_is_decoded_at_reduced_scale(monkeypatch: pytest.MonkeyPatch):
     sizes = []
-    convert = Image.Image.convert
-    monkeypatch.setattr(Image.Image, "convert", lambda self, *a, **k: sizes.append(self.size) or convert(self, *a, **k))
+    resize = Image.Image.resize
+    monkeypatch.setattr(Image.Image, "resize", lambda self, *a, **k: sizes.append(self.size) or resize(self, *a, **k))
     image = smooth(1600, 1200)
     got = picture(encode(image, "JPEG", quality=95), 128)
     assert sizes[-1] == (400, 300)
+    for resolution, size in ((375, (800, 600)), (376, (1600, 1200))):  # 1.6 times 375 are 600 pixels
+        assert picture(encode(image, "JPEG"), resolution).image.shape == (resolution, resolution, 3)
+        assert sizes[-1] == size
     assert got.original_size == (1200, 1600)
     assert close(got.image, picture(encode(image), 128).image, 6)
+
+
+@pytest.mark.parametrize("size", [(129, 129), (135, 131), (257, 263)])
+def test_a_reduced_jpeg_is_not_moved(size: tuple[int, int]):
+    # Steep enough that half a pixel of the reduced image is 8 levels at its edge.
+    y, x = np.mgrid[: size[1], : size[0]]
+    wave = 127 + 100 * np.sin(x / 12.5) * np.cos(y / 12.5)
+    image = Image.fromarray(wave.astype(np.uint8)).convert("RGB")
+    got = picture(encode(image, "JPEG", quality=100, subsampling=0), 32).image
+    assert close(got, picture(encode(image), 32).image, 3)
+
+
+def test_opaque_alpha_changes_nothing():
+    image = smooth(50, 40)
+    opaque = image.copy()
+    opaque.putalpha(255)
+    np.testing.assert_array_equal(picture(encode(opaque)).image, picture(encode(image)).image)
 
 
 def test_a_long_strip_takes_no_memory():
