@@ -1,4 +1,4 @@
-"""From an image file's bytes to the square of pixels that is trained on."""
+"""From an image file's bytes to the square, or other rectangle, of pixels that is trained on."""
 
 import io
 import math
@@ -28,6 +28,7 @@ SIDEWAYS = (5, 6, 7, 8)
 # A JPEG is decoded at 1/2, 1/4 or 1/8 scale where that leaves this many times the pixels that are wanted. What that changes
 # is no more, by mean and worst image, than what BICUBIC instead of LANCZOS would: docs/INPUT_SPEED.md.
 KEPT = 1.6
+Size = tuple[int, int]
 Box = tuple[float, float, float, float]
 # What a draw of random numbers is for, so that no two purposes share numbers.
 CROP_AND_FLIP, CAPTION = 1, 2
@@ -37,9 +38,9 @@ class Picture(NamedTuple):
     """An image as it is trained on, and what SDXL is told of it.
 
     Attributes:
-        image: uint8 [resolution resolution 3].
+        image: uint8 [height width 3].
         original_size: (height, width) of the upright image in its file, in pixels.
-        crop: (top, left) of the square, in pixels of the image resized (and flipped, if it was).
+        crop: (top, left) of what is kept, in pixels of the image resized (and flipped, if it was).
     """
 
     image: np.ndarray
@@ -58,9 +59,9 @@ def random_words(seed: int, position: int, purpose: int) -> list[int]:
 
 
 def make_picture(
-    data: bytes, key: str, words: list[int], resolution: int, center_crop: bool = True, random_flip: bool = False
+    data: bytes, key: str, words: list[int], size: int | Size, center_crop: bool = True, random_flip: bool = False
 ) -> Picture:
-    """Decode an image file, resize its shorter side to `resolution`, flip it perhaps and crop a square.
+    """Decode an image file, resize it to cover `size`, flip it perhaps and crop what is beyond.
 
     Transparency is flattened on white. As diffusers' SDXL script does it, the flip comes before the crop.
 
@@ -68,7 +69,7 @@ def make_picture(
         data: the file.
         key: the example's name, for errors.
         words: random numbers, see `random_words`.
-        resolution: side of the square, in pixels.
+        size: side of a square, or (height, width), in pixels.
         center_crop: crop the middle; if false, anywhere.
         random_flip: mirror half of the images.
 
@@ -76,27 +77,27 @@ def make_picture(
         BadExample: if the bytes are no image, or a damaged one.
     """
     try:
-        image, size, scale, orientation = _decode(data, resolution)
-        width, height = size[::-1] if orientation in SIDEWAYS else size
-        short = min(width, height)
-        # torchvision's Resize rounds the longer side down.
-        wide, high = resolution * width // short, resolution * height // short
+        h, w = (size, size) if isinstance(size, int) else size
+        image, stored, scale, orientation = _decode(data, (h, w))
+        width, height = stored[::-1] if orientation in SIDEWAYS else stored
+        # Whichever side comes out shorter is as wanted, and the other, as in torchvision's Resize, rounded down.
+        wide, high = (w, w * height // width) if height * w >= width * h else (h * width // height, h)
         if center_crop:
-            top, left = round((high - resolution) / 2), round((wide - resolution) / 2)
+            top, left = round((high - h) / 2), round((wide - w) / 2)
         else:
-            top, left = (words[0] * (high - resolution + 1)) >> 64, (words[1] * (wide - resolution + 1)) >> 64
+            top, left = (words[0] * (high - h + 1)) >> 64, (words[1] * (wide - w + 1)) >> 64
         flip = random_flip and words[2] >> 63 == 1
-        # The square is all that is resized: a strip of 1 x 10,000 pixels would become 5 GB at 512 pixels.
-        start = wide - resolution - left if flip else left
+        # What is kept is all that is resized: a strip of 1 x 10,000 pixels would become 5 GB at 512 pixels.
+        start = wide - w - left if flip else left
         x, y = width / wide, height / high
-        box = _box_in_file((start * x, top * y, (start + resolution) * x, (top + resolution) * y), size, orientation)
+        box = _box_in_file((start * x, top * y, (start + w) * x, (top + h) * y), stored, orientation)
         # A sum may lie a rounding error beyond the image, which Pillow refuses.
         start_x, start_y, end_x, end_y = (edge / scale for edge in box)
         box = (max(start_x, 0), max(start_y, 0), min(end_x, image.width), min(end_y, image.height))
-        square = image.resize((resolution, resolution), Image.Resampling.LANCZOS, box=box)
+        kept = image.resize((h, w) if orientation in SIDEWAYS else (w, h), Image.Resampling.LANCZOS, box=box)
         if orientation in TURNS:  # now, when it is small
-            square = square.transpose(TURNS[orientation])
-        pixels = np.asarray(square)
+            kept = kept.transpose(TURNS[orientation])
+        pixels = np.asarray(kept)
     except MemoryError:
         raise
     except Exception as error:  # Pillow raises a dozen types for damaged files
@@ -106,15 +107,21 @@ def make_picture(
     return Picture(np.ascontiguousarray(pixels[:, ::-1]) if flip else pixels, (height, width), (top, left))
 
 
-def _decode(data: bytes, resolution: int) -> tuple[Image.Image, tuple[int, int], float, int]:
+def upright_size(image: Image.Image) -> tuple[int, int]:
+    """(width, height) of an image as its EXIF says it stands."""
+    width, height = image.size
+    return (height, width) if image.getexif().get(EXIF_ORIENTATION, 1) in SIDEWAYS else (width, height)
+
+
+def _decode(data: bytes, size: Size) -> tuple[Image.Image, tuple[int, int], float, int]:
     """The RGB image as it lies in its file, perhaps reduced; its full (width, height); how often reduced; its orientation."""
     with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-        size = image.size
-        wanted = math.ceil(KEPT * resolution)
-        drafted = image.draft(None, (wanted, wanted))
+        stored, orientation = image.size, image.getexif().get(EXIF_ORIENTATION, 1)
+        height, width = size[::-1] if orientation in SIDEWAYS else size
+        drafted = image.draft(None, (math.ceil(KEPT * width), math.ceil(KEPT * height)))
         # The sides of the reduced image are rounded up: 975 pixels at 1/2 are 488, of which the image fills 487.5.
-        scale = size[0] / drafted[1][2] if drafted else 1.0
-        return flatten(image), size, scale, image.getexif().get(EXIF_ORIENTATION, 1)
+        scale = stored[0] / drafted[1][2] if drafted else 1.0
+        return flatten(image), stored, scale, orientation
 
 
 def _box_in_file(box: Box, size: tuple[int, int], orientation: int) -> Box:
