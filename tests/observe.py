@@ -153,6 +153,10 @@ def examples(config: Config) -> Any:
     return len(source), source[0].texts
 
 
+def opened(config: Config) -> str:
+    return refusal(lambda: build.open_examples(config, "train_data_dir"))
+
+
 def captions(config: Config) -> Any:
     """The first example's captions at several positions."""
     source, plan = build.open_examples(config, "train_data_dir"), build.make_plan(config)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import datasets
 import jax
 import numpy as np
 import pytest
@@ -86,8 +87,12 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("one", "two"):
         (folder / f"{name}.txt").write_text(f"a {name}")
     (folder / "labels.json").write_text(json.dumps({"0": "zero", "1": "one", "2": "two"}))
-    for name in ("a", "b"):
-        Image.new("RGB", (16, 16)).save(folder / f"{name}.png")
+    for name, color in (("a", "black"), ("b", "white")):
+        Image.new("RGB", (16, 16), color).save(folder / f"{name}.png")
+    (folder / "table.csv").write_text("image,other,text\na.png,b.png,a picture\n")
+    rows = [{"image": (folder / "a.png").read_bytes(), "text": f"a {name}"} for name in ("cat", "dog")]
+    splits = {name: datasets.Dataset.from_list([row]) for name, row in zip(("train", "test"), rows, strict=True)}
+    datasets.DatasetDict(splits).save_to_disk(folder / "saved")
     weights = "unet/diffusion_pytorch_model{}.safetensors"
     shutil.copy(folder / "b" / weights.format(""), folder / "a" / weights.format(".fp16"))
     return folder
@@ -142,6 +147,9 @@ TABLE: dict[str, tuple[Any, Any, Callable[[Config], Any], dict[str, Any]]] = {
     "attention": ("dot_product", "cudnn", see.computed, PRETRAINED),
     "remat": ("none", "full", see.computed, PRETRAINED),
     "train_data_dir": ("@/one.tar", "@/two.tar", see.examples, {}),
+    "dataset_type": ("", "webdataset", see.opened, {"train_data_dir": "@/table.csv"}),
+    "train_split": ("train", "test", see.examples, {"train_data_dir": "@/saved"}),
+    "image_column": ("image", "other", see.batch, {"train_data_dir": "@/table.csv"}),
     "caption_column": ("text", "label", see.examples, {}),
     "caption_mode": ("choose", "join", see.captions, TWO_TEXTS),
     "caption_separator": (", ", "; ", see.captions, {**TWO_TEXTS, "caption_mode": "join"}),

@@ -20,7 +20,7 @@ from maxdiff.config import SECTIONS, Config, flat, load_config
 from maxdiff.data.captions import CaptionPlan
 from maxdiff.data.examples import Columns, Filter, Source
 from maxdiff.data.pipeline import TOKEN_NAMES, BatchPlan, Tokenizer, batches, load_example
-from maxdiff.data.sources import open_source
+from maxdiff.data.sources import Format, open_source
 from maxdiff.diffusion.sampler_config import KEYS, sampler_name
 from maxdiff.draw import Draw, DrawConfig, draw_function
 from maxdiff.gradients import BATCH_AXES, gradient_function
@@ -165,10 +165,10 @@ def open_examples(config: Config, key: str) -> Source:
         ValueError: naming the key, for whatever `open_source` refuses, and for a source whose first examples are all bad.
     """
     try:
-        filters = [Filter(name, str(condition)) for name, condition in config.data.filters.items()]
-        source = open_source(
-            getattr(config.data, key), caption_columns(config), config.data.dataset_save_location or None, filters
-        )
+        data = config.data
+        filters = [Filter(name, str(condition)) for name, condition in data.filters.items()]
+        form = Format(data.dataset_type, data.image_column, data.train_split)
+        source = open_source(getattr(data, key), caption_columns(config), data.dataset_save_location or None, filters, form)
         load_example(source, make_plan(config), position=0, index=0)
     except (ValueError, OSError) as error:
         raise ValueError(f"{key}: {error}") from error

@@ -96,6 +96,9 @@ class Data:
     """Captioned images."""
 
     train_data_dir: str = ""
+    dataset_type: str = ""
+    train_split: str = "train"
+    image_column: str = "image"
     caption_column: str = "text"
     caption_mode: str = "choose"
     caption_separator: str = ", "
@@ -115,6 +118,10 @@ class Data:
     max_bad_fraction: float = 0.01
 
     def __post_init__(self):
+        _one_of(self, "dataset_type", "", "webdataset", "folder", "table", "parquet", "hf", "arrayrecord")
+        for key in ("train_split", "image_column"):
+            if not getattr(self, key):
+                raise ValueError(f"{key}='' is not supported (allowed: a name)")
         _between(self, "resolution", 8, math.inf)
         _between(self, "data_workers", 0, math.inf)
         _one_of(self, "caption_mode", "choose", "join")
