@@ -36,7 +36,10 @@ def local_names(pattern: str) -> list[str]:
     """The files that a path, a glob or brace notation names; raises as `open_source`."""
     # A file may have braces or brackets in its name.
     names = [pattern] if Path(pattern).is_file() else expand_braces(pattern)
-    return each_once(pattern, names, lambda name: [name] if Path(name).is_file() else sorted(glob.glob(name, recursive=True)))
+    found = each_once(pattern, names, lambda name: [name] if Path(name).is_file() else sorted(glob.glob(name, recursive=True)))
+    if folders := [name for name in found if not Path(name).is_file()]:
+        raise ValueError(f"path={pattern!r} names {folders[0]}, which is not a file (allowed: files, or one folder)")
+    return found
 
 
 def each_once(pattern: str, names: list[str], find: Callable[[str], list[str]]) -> list[str]:
@@ -65,9 +68,8 @@ def kind_of(name: str) -> str:
     return min(found, key=lambda kind: match.start() if (match := found[kind]) else len(name))
 
 
-def check_kind(pattern: str, names: list[str], kind: str, strict: bool) -> None:
-    """Raise ValueError if `pattern` names a folder, or if `strict` a file that by its name is of another kind."""
+def check_names(pattern: str, names: list[str], kind: str) -> None:
+    """Raise ValueError if one of the files that `pattern` names is by its name of another kind."""
     ending, said = KINDS[kind]
-    wrong = [name for name in names if (strict and not re.search(ending + "$", name)) or not Path(name).is_file()]
-    if wrong:
+    if wrong := [name for name in names if not re.search(ending + "$", name)]:
         raise ValueError(f"path={pattern!r} names {wrong[0]}, which is not {said}")

@@ -16,7 +16,8 @@ from maxdiff.data.examples import BadExample, Columns, Example, Filter, Source
 from maxdiff.data.folders import open_folder, open_tables
 from maxdiff.data.hf import is_saved, open_hf
 from maxdiff.data.parquet import ParquetSource
-from maxdiff.data.paths import check_kind, kind_of, local_names
+from maxdiff.data.paths import check_names, kind_of, local_names
+from maxdiff.data.remote import is_remote, local_copies
 from maxdiff.data.tar_index import open_index
 from maxdiff.data.tars import TarSource
 from maxdiff.weights.tensors import write_atomically
@@ -55,17 +56,18 @@ def open_source(
     Args:
         path: a glob or brace notation of files of one kind (`emoji-{000000..000003}.tar`): tars, parquet, .csv or .jsonl
             with paths of images, ArrayRecord; or a folder of images with metadata.jsonl or metadata.csv, or with a .txt
-            beside each image; or a Hugging Face dataset's folder or, if `form` says so, its name.
+            beside each image; or a Hugging Face dataset's folder or, if `form` says so, its name. Files may be a URL that
+            fsspec knows, or `pipe:COMMAND`: they are copied to `cache_dir` first.
         columns: what captions are made of; by default `text`, the .txt beside an image or the metadata's column.
-        cache_dir: where a tar's index, and which examples filters keep, are written; by default indexes lie beside
-            their tars.
+        cache_dir: where tars' indexes, copies of files that are elsewhere, and which examples filters keep are written; by
+            default indexes lie beside their tars.
         filters: conditions that examples must meet.
         form: how the path is to be read.
 
     Raises:
         FileNotFoundError: if nothing is there, or a file that the metadata name is not.
-        ValueError: for no examples, an example without a caption, a column that is not there, a damaged file, a format
-            whose package is not installed, or filters that no example meets.
+        ValueError: for no examples, an example without a caption, a column that is not there, a damaged file, one that
+            cannot be copied, a format whose package is not installed, or filters that no example meets.
     """
     columns, cache = columns or Columns(), Path(cache_dir) if cache_dir else None
     source = _open(str(path), columns, cache, form)
@@ -82,9 +84,13 @@ def _open(path: str, columns: Columns, cache: Path | None, form: Format) -> Sour
         if kind not in ("", "folder"):
             raise ValueError(f"dataset_type={kind!r}: {path} is a folder; name the files in it, as {path}/*")
         return open_folder(Path(path), columns)
-    names = local_names(path)
-    strict, kind = not kind, kind or kind_of(names[0])
-    check_kind(path, names, kind, strict)
+    if is_remote(path):
+        names, kind = local_copies(path, kind, cache)
+    else:
+        names = local_names(path)
+        if not kind:
+            kind = kind_of(names[0])
+            check_names(path, names, kind)
     paths = [Path(name) for name in names]
     match kind:
         case "parquet":
