@@ -173,6 +173,11 @@ def batch(config: Config) -> np.ndarray:
     return made["image"]
 
 
+def indexes(config: Config) -> np.ndarray:
+    made, _ = load_batch(build.open_examples(config, "train_data_dir"), [], build.make_plan(config), 0)
+    return made["index"]
+
+
 def workers(config: Config) -> int:
     source, plan = build.open_examples(config, "train_data_dir"), build.make_plan(config)
     with mock.patch("subprocess.Popen", wraps=subprocess.Popen) as started:

@@ -51,6 +51,8 @@ RUNS = {
 
 def at(folder: Path, value: Any) -> Any:
     """A value with `@` for the folder of the tests' files."""
+    if isinstance(value, list):
+        return [at(folder, item) for item in value]
     return value.replace("@", str(folder)) if isinstance(value, str) else value
 
 
@@ -147,6 +149,8 @@ TABLE: dict[str, tuple[Any, Any, Callable[[Config], Any], dict[str, Any]]] = {
     "attention": ("dot_product", "cudnn", see.computed, PRETRAINED),
     "remat": ("none", "full", see.computed, PRETRAINED),
     "train_data_dir": ("@/one.tar", "@/two.tar", see.examples, {}),
+    "data_mix": ([["@/one.tar", 1], ["@/two.tar", 1]], [["@/one.tar", 1], ["@/two.tar", 2]], see.indexes, {"train_data_dir": ""}),
+    "shuffle_block": (0, 4, see.indexes, {}),
     "dataset_type": ("", "webdataset", see.opened, {"train_data_dir": "@/table.csv"}),
     "train_split": ("train", "test", see.examples, {"train_data_dir": "@/saved"}),
     "image_column": ("image", "other", see.batch, {"train_data_dir": "@/table.csv"}),

@@ -19,6 +19,7 @@ from maxdiff.checkpoint import Checkpoints, has_checkpoints
 from maxdiff.config import SECTIONS, Config, flat, load_config
 from maxdiff.data.captions import CaptionPlan
 from maxdiff.data.examples import Columns, Filter, Source
+from maxdiff.data.mixed import Mixed
 from maxdiff.data.pipeline import TOKEN_NAMES, BatchPlan, Tokenizer, batches, load_example
 from maxdiff.data.sources import Format, open_source
 from maxdiff.diffusion.sampler_config import KEYS, sampler_name
@@ -159,20 +160,24 @@ def check_restart(config: Config) -> None:
 
 
 def open_examples(config: Config, key: str) -> Source:
-    """The images that `key` names, train_data_dir or eval_data_dir; one of them has been decoded.
+    """The images that `key` names, train_data_dir (or data_mix) or eval_data_dir; one of each source has been decoded.
 
     Raises:
         ValueError: naming the key, for whatever `open_source` refuses, and for a source whose first examples are all bad.
     """
+    data = config.data
+    mix = data.data_mix if key == "train_data_dir" else ()
     try:
-        data = config.data
         filters = [Filter(name, str(condition)) for name, condition in data.filters.items()]
         form = Format(data.dataset_type, data.image_column, data.train_split)
-        source = open_source(getattr(data, key), caption_columns(config), data.dataset_save_location or None, filters, form)
-        load_example(source, make_plan(config), position=0, index=0)
+        columns, cache, plan = caption_columns(config), data.dataset_save_location or None, make_plan(config)
+        paths = [path for path, _ in mix] or [getattr(data, key)]
+        sources = [open_source(path, columns, cache, filters, form) for path in paths]
+        for source in sources:
+            load_example(source, plan, position=0, index=0)
+        return Mixed(sources, [weight for _, weight in mix]) if mix else sources[0]
     except (ValueError, OSError) as error:
-        raise ValueError(f"{key}: {error}") from error
-    return source
+        raise ValueError(f"{'data_mix' if mix else key}: {error}") from error
 
 
 def caption_columns(config: Config) -> Columns:
@@ -200,7 +205,7 @@ def make_plan(config: Config, part: tuple[int, int] = (0, 1)) -> BatchPlan:
     captions = CaptionPlan(data.caption_mode, data.caption_separator, data.shuffle_tags, data.keep_tags, data.tag_dropout,
                            data.caption_prefix)  # fmt: skip
     return BatchPlan(config.run.seed, config.batch.global_batch_size, data.resolution, data.center_crop, data.random_flip,
-                     captions, *part)  # fmt: skip
+                     captions, *part, shuffle_block=data.shuffle_block)  # fmt: skip
 
 
 def run_key(config: Config, mesh: Mesh) -> jax.Array:

@@ -43,7 +43,7 @@ def train(config: Config) -> TrainState:
     Raises:
         ValueError, OSError: for what is wrong with the configuration, before any training.
     """
-    build.require(config, "run_name", "output_dir", "train_data_dir")
+    build.require(config, "run_name", "output_dir", *([] if config.data.data_mix else ["train_data_dir"]))
     folder = build.make_folder(config)
     check_shared(folder)
     build.use_cache(config)

@@ -19,7 +19,8 @@ import numpy as np
 
 from maxdiff.data.captions import CaptionPlan
 from maxdiff.data.examples import BadExample, Source
-from maxdiff.data.order import batch_positions, example_index, host_slice
+from maxdiff.data.mixed import examples_at, next_index
+from maxdiff.data.order import batch_positions, host_slice
 from maxdiff.data.transforms import CAPTION, CROP_AND_FLIP, Picture, make_picture, random_words
 from maxdiff.data.workers import worker_batches
 
@@ -48,6 +49,7 @@ class BatchPlan:
         captions: how captions are made of an example's texts.
         process_index: this process, which makes its slice of each global batch.
         process_count: how many processes share a batch.
+        shuffle_block: examples that are drawn near each other, see `order.example_index`; 0 for none.
     """
 
     seed: int
@@ -58,6 +60,7 @@ class BatchPlan:
     captions: CaptionPlan = dataclasses.field(default_factory=CaptionPlan)
     process_index: int = 0
     process_count: int = 1
+    shuffle_block: int = 0
 
     @property
     def rows(self) -> slice:
@@ -83,7 +86,7 @@ def load_batch(
     """
     rows = np.arange(plan.global_batch)[plan.rows]
     positions = batch_positions(step, plan.global_batch)[plan.rows]
-    _, wanted = example_index(plan.seed, len(source), positions)
+    _, wanted = examples_at(source, plan.seed, positions, plan.shuffle_block)
     load = lambda position, index: load_example(source, plan, int(position), int(index))
     loaded = list((pool.map if pool else map)(load, positions, wanted))
     pictures = [example.picture for example in loaded]
@@ -124,7 +127,7 @@ def load_example(source: Source, plan: BatchPlan, position: int, index: int) -> 
             bad.append(error)
         if len(bad) >= min(MAX_RUN, len(source)):
             raise ValueError(f"{len(bad)} examples in a row are bad, the last {bad[-1]}")
-        index = (index + 1) % len(source)
+        index = next_index(source, index)
 
 
 def batches(
