@@ -169,6 +169,10 @@ def encoded_new(config: Config) -> Any:
         return dtype
 
 
+def opened(config: Config) -> str:
+    return refusal(lambda: build.open_examples(config, "train_data_dir"))
+
+
 def captions(config: Config) -> Any:
     """The first example's captions at several positions."""
     source, plan = build.open_examples(config, "train_data_dir"), build.make_plan(config)
@@ -183,6 +187,11 @@ def index_files(config: Config) -> list[Path]:
 def batch(config: Config) -> np.ndarray:
     made, _ = load_batch(build.open_examples(config, "train_data_dir"), [], build.make_plan(config), 0)
     return made["image"]
+
+
+def indexes(config: Config) -> np.ndarray:
+    made, _ = load_batch(build.open_examples(config, "train_data_dir"), [], build.make_plan(config), 0)
+    return made["index"]
 
 
 def workers(config: Config) -> int:

@@ -89,6 +89,13 @@ def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], argv: list[str])
         ("dcn_fsdp_parallelism=2", "dcn_fsdp_parallelism=2, dcn_tensor_parallelism=1: the product must be the number of 1 slices"),
         ("logical_axis_rules=[[embd, fsdp]]", "logical_axis_rules: 'embd' is no logical axis; did you mean 'embed'?"),
         ("global_batch_size=6", "global_batch_size=6 is no multiple of per_device_batch_size=1 x 8 devices"),
+        ("data_mix=[[a.tar, 0]]", "data_mix has ['a.tar', 0] (allowed: [path, weight], the weight a whole number of 1 or more)"),
+        ("data_mix=[a.tar]", "data_mix has 'a.tar' (allowed: [path, weight]"),
+        ("data_mix=[[a.tar, true]]", "data_mix has ['a.tar', True] (allowed"),
+        ("data_mix=[[a.tar, 1]]", "data_mix is instead of train_data_dir="),
+        ("shuffle_block=-1", "shuffle_block=-1 is out of range (allowed: 0 or more)"),
+        ("dataset_type=tfds", "dataset_type='tfds' is not supported (allowed: '', 'webdataset', 'folder', 'table', 'parquet', 'hf', 'arrayrecord')"),
+        ("image_column=", "image_column='' is not supported (allowed: a name)"),
         ("train_data_dir=/nowhere/*.tar", "train_data_dir: nothing matches /nowhere/*.tar"),
         ("eval_data_dir=/nowhere", "eval_data_dir: nothing matches /nowhere"),
         ("pretrained_model_name_or_path=/nowhere", "there is no folder /nowhere"),
@@ -107,6 +114,18 @@ def test_mistakes_are_one_line_before_any_training(
     folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, message: str
 ):
     argv = arguments(tmp_path, folders["sd1"], "num_inference_steps=5000", override)
+    assert message in refused(tmp_path, capsys, argv)
+
+
+@pytest.mark.parametrize(
+    ("mix", "message"),
+    [("[[@, 1], [/nowhere/*.tar, 2]]", "data_mix: nothing matches /nowhere/*.tar"),
+     ("[[@, 1000001], [@, 1000000]]", "data_mix: weights [1000001, 1000000] add up to 2000001 (allowed: at most 1048576)")],
+)  # fmt: skip
+def test_a_wrong_part_of_a_mix_is_named(
+    folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], mix: str, message: str
+):
+    argv = arguments(tmp_path, folders["sd1"], "train_data_dir=", f"data_mix={mix.replace('@', str(EMOJI))}")
     assert message in refused(tmp_path, capsys, argv)
 
 

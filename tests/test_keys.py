@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import datasets
 import jax
 import numpy as np
 import pytest
@@ -51,6 +52,8 @@ RUNS = {
 
 def at(folder: Path, value: Any) -> Any:
     """A value with `@` for the folder of the tests' files."""
+    if isinstance(value, list):
+        return [at(folder, item) for item in value]
     return value.replace("@", str(folder)) if isinstance(value, str) else value
 
 
@@ -87,8 +90,12 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("one", "two"):
         (folder / f"{name}.txt").write_text(f"a {name}")
     (folder / "labels.json").write_text(json.dumps({"0": "zero", "1": "one", "2": "two"}))
-    for name in ("a", "b"):
-        Image.new("RGB", (16, 16)).save(folder / f"{name}.png")
+    for name, color in (("a", "black"), ("b", "white")):
+        Image.new("RGB", (16, 16), color).save(folder / f"{name}.png")
+    (folder / "table.csv").write_text("image,other,text\na.png,b.png,a picture\n")
+    rows = [{"image": (folder / "a.png").read_bytes(), "text": f"a {name}"} for name in ("cat", "dog")]
+    splits = {name: datasets.Dataset.from_list([row]) for name, row in zip(("train", "test"), rows, strict=True)}
+    datasets.DatasetDict(splits).save_to_disk(folder / "saved")
     weights = "unet/diffusion_pytorch_model{}.safetensors"
     shutil.copy(folder / "b" / weights.format(""), folder / "a" / weights.format(".fp16"))
     return folder
@@ -143,6 +150,11 @@ TABLE: dict[str, tuple[Any, Any, Callable[[Config], Any], dict[str, Any]]] = {
     "attention": ("dot_product", "cudnn", see.computed, PRETRAINED),
     "remat": ("none", "full", see.computed, PRETRAINED),
     "train_data_dir": ("@/one.tar", "@/two.tar", see.examples, {}),
+    "data_mix": ([["@/one.tar", 1], ["@/two.tar", 1]], [["@/one.tar", 1], ["@/two.tar", 2]], see.indexes, {"train_data_dir": ""}),
+    "shuffle_block": (0, 4, see.indexes, {}),
+    "dataset_type": ("", "webdataset", see.opened, {"train_data_dir": "@/table.csv"}),
+    "train_split": ("train", "test", see.examples, {"train_data_dir": "@/saved"}),
+    "image_column": ("image", "other", see.batch, {"train_data_dir": "@/table.csv"}),
     "caption_column": ("text", "label", see.examples, {}),
     "caption_mode": ("choose", "join", see.captions, TWO_TEXTS),
     "caption_separator": (", ", "; ", see.captions, {**TWO_TEXTS, "caption_mode": "join"}),

@@ -15,7 +15,8 @@ import numpy as np
 from maxdiff import build, command
 from maxdiff.config import Config
 from maxdiff.data.encoded import EncodedSource
-from maxdiff.data.order import batch_positions, example_index
+from maxdiff.data.mixed import examples_at
+from maxdiff.data.order import batch_positions
 from maxdiff.data.pipeline import load_example
 from maxdiff.diffusion.objective import draw_timesteps, drop_caption, example_keys
 from maxdiff.diffusion.schedule import noise_schedule
@@ -47,7 +48,7 @@ def audit(config: Config, step: int) -> Iterator[str]:
     plan = build.make_plan(config)
     rows = np.arange(plan.global_batch)
     positions = batch_positions(made, plan.global_batch)
-    epochs, wanted = example_index(plan.seed, len(source), positions)
+    epochs, wanted = examples_at(source, plan.seed, positions, plan.shuffle_block)
     key = jax.random.fold_in(jax.random.key(config.run.seed), made)
     noise = np.asarray(jax.random.key_data(example_keys(key, jnp.asarray(rows))))
     columns = {"noise key": [f"{high:08x}{low:08x}" for high, low in noise]}

@@ -20,8 +20,9 @@ from maxdiff.config import SECTIONS, Config, flat, load_config
 from maxdiff.data.captions import CaptionPlan
 from maxdiff.data.encoded import EncodedSource, is_encoded
 from maxdiff.data.examples import Columns, Filter, Source
+from maxdiff.data.mixed import Mixed
 from maxdiff.data.pipeline import TOKEN_NAMES, BatchPlan, Tokenizer, batches, load_example
-from maxdiff.data.sources import open_source
+from maxdiff.data.sources import Format, open_source
 from maxdiff.diffusion.sampler_config import KEYS, sampler_name
 from maxdiff.draw import Draw, DrawConfig, draw_function
 from maxdiff.gradients import BATCH_AXES, gradient_function
@@ -43,9 +44,11 @@ STORED -= {"activations_dtype", "precision", "attention", "remat"}
 
 
 def require(config: Config, *keys: str) -> None:
-    """Raise ValueError for one of these keys that has no value."""
+    """Raise ValueError for one of these keys that has no value; data_mix serves for train_data_dir."""
     sections = [getattr(config, field.name) for field in dataclasses.fields(config)]
     for key in keys:
+        if key == "train_data_dir" and config.data.data_mix:
+            continue
         if not next(getattr(section, key) for section in sections if hasattr(section, key)):
             raise ValueError(f"{key} is required")
 
@@ -168,31 +171,36 @@ def check_restart(config: Config) -> None:
 
 def open_training(config: Config) -> Source | EncodedSource:
     """What train_data_dir names: images, as `open_examples`, or encoded ones."""
-    path = Path(config.data.train_data_dir).expanduser()
-    return EncodedSource(path) if is_encoded(path) else open_examples(config, "train_data_dir")
+    path = config.data.train_data_dir
+    return EncodedSource(Path(path).expanduser()) if path and is_encoded(path) else open_examples(config, "train_data_dir")
 
 
 def open_examples(config: Config, key: str) -> Source:
-    """The images that `key` names, train_data_dir or eval_data_dir; one of them has been decoded.
+    """The images that `key` names, train_data_dir (or data_mix) or eval_data_dir; one of each source has been decoded.
 
     Raises:
         ValueError: naming the key, for whatever `open_source` refuses, and for a source whose first examples are all bad.
     """
+    data = config.data
+    mix = data.data_mix if key == "train_data_dir" else ()
     try:
-        path = getattr(config.data, key)
-        if is_encoded(path):
-            raise ValueError(f"{path} is encoded already; allowed here: images")
-        source = open_path(config, path)
-        load_example(source, make_plan(config), position=0, index=0)
+        paths = [path for path, _ in mix] or [getattr(data, key)]
+        if encoded := [path for path in paths if is_encoded(path)]:
+            raise ValueError(f"{encoded[0]} is encoded already; allowed here: images")
+        sources = [open_path(config, path) for path in paths]
+        for source in sources:
+            load_example(source, make_plan(config), position=0, index=0)
+        return Mixed(sources, [weight for _, weight in mix]) if mix else sources[0]
     except (ValueError, OSError) as error:
-        raise ValueError(f"{key}: {error}") from error
-    return source
+        raise ValueError(f"{'data_mix' if mix else key}: {error}") from error
 
 
 def open_path(config: Config, path: str) -> Source:
     """The images at a path, with the configuration's columns and filters; raises as `open_source`."""
-    filters = [Filter(name, str(condition)) for name, condition in config.data.filters.items()]
-    return open_source(path, caption_columns(config), config.data.dataset_save_location or None, filters)
+    data = config.data
+    filters = [Filter(name, str(condition)) for name, condition in data.filters.items()]
+    form = Format(data.dataset_type, data.image_column, data.train_split)
+    return open_source(path, caption_columns(config), data.dataset_save_location or None, filters, form)
 
 
 def caption_columns(config: Config) -> Columns:
@@ -220,7 +228,7 @@ def make_plan(config: Config, part: tuple[int, int] = (0, 1)) -> BatchPlan:
     captions = CaptionPlan(data.caption_mode, data.caption_separator, data.shuffle_tags, data.keep_tags, data.tag_dropout,
                            data.caption_prefix)  # fmt: skip
     return BatchPlan(config.run.seed, config.batch.global_batch_size, data.resolution, data.center_crop, data.random_flip,
-                     captions, *part)  # fmt: skip
+                     captions, *part, shuffle_block=data.shuffle_block)  # fmt: skip
 
 
 def run_key(config: Config, mesh: Mesh) -> jax.Array:

@@ -96,6 +96,10 @@ class Data:
     """Captioned images."""
 
     train_data_dir: str = ""
+    data_mix: tuple = ()
+    dataset_type: str = ""
+    train_split: str = "train"
+    image_column: str = "image"
     caption_column: str = "text"
     caption_mode: str = "choose"
     caption_separator: str = ", "
@@ -116,8 +120,20 @@ class Data:
     eval_data_dir: str = ""
     eval_examples: int = 256
     max_bad_fraction: float = 0.01
+    shuffle_block: int = 0
 
     def __post_init__(self):
+        for part in self.data_mix:
+            path, weight = part if isinstance(part, list | tuple) and len(part) == 2 else ("", 0)
+            if not path or not is_a(path, str) or not is_a(weight, int) or weight < 1:
+                raise ValueError(f"data_mix has {part!r} (allowed: [path, weight], the weight a whole number of 1 or more)")
+        if self.data_mix and self.train_data_dir:
+            raise ValueError(f"data_mix is instead of train_data_dir={self.train_data_dir!r} (allowed: one of them)")
+        _between(self, "shuffle_block", 0, math.inf)
+        _one_of(self, "dataset_type", "", "webdataset", "folder", "table", "parquet", "hf", "arrayrecord")
+        for key in ("train_split", "image_column"):
+            if not getattr(self, key):
+                raise ValueError(f"{key}='' is not supported (allowed: a name)")
         _between(self, "resolution", 8, math.inf)
         _between(self, "data_workers", 0, math.inf)
         _one_of(self, "encoded_dtype", "bfloat16", "float32")

@@ -14,8 +14,8 @@ from PIL import Image
 
 from maxdiff.data import files, tar_index
 from maxdiff.data.examples import BadExample, Columns
+from maxdiff.data.paths import expand_braces
 from maxdiff.data.sources import open_source
-from maxdiff.data.tars import expand_braces
 
 
 def image(seed: int, kind: str = "PNG") -> bytes:

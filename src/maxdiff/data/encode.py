@@ -40,6 +40,7 @@ from maxdiff.data.encoded import (
     write_shard,
 )
 from maxdiff.data.examples import Source
+from maxdiff.data.mixed import Mixed
 from maxdiff.data.pipeline import MIN_SEEN, TOKEN_NAMES, BatchPlan, Loaded, load_example, prefetch
 from maxdiff.losses import from_uint8
 from maxdiff.models.network import Network, Params, flatten
@@ -81,7 +82,7 @@ def settle(config: Config, task: Task, source: Any) -> tuple[Any, Task]:
         return source, task
     check_trains(config)
     origin = None
-    if Path(source.path).exists() and source.path != config.data.train_data_dir:
+    if source.path and Path(source.path).exists() and source.path != config.data.train_data_dir:
         origin = build.open_path(config, source.path).fingerprint()
     wanted = made_of(config, task, origin or source.made_of["source"])
     if not config.data.random_flip:
@@ -136,7 +137,8 @@ def encode(config: Config, task: Task, source: Source, folder: Path) -> Pace:
     pace.end("encoded", rows(mine) - rows(missing))
     wait_for_all("every shard is there")
     if jax.process_index() == 0:
-        finish(folder, contents, config.data.train_data_dir, len(source))
+        mix = source.mix if isinstance(source, Mixed) else None
+        finish(folder, contents, config.data.train_data_dir, len(source), mix)
         say(f"wrote {folder}")
     wait_for_all("encoded")
     return pace

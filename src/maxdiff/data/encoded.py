@@ -33,7 +33,8 @@ class EncodedSource:
     Attributes:
         folder: where it lies.
         made_of: what decides its contents, name -> value.
-        path: where the images were.
+        path: where the images were; "" for several places.
+        mix: of several sources, how many examples each has and how often each is drawn; else None.
 
     Raises:
         ValueError: if the folder's encoding was not finished, or a shard is not as it was written.
@@ -48,6 +49,7 @@ class EncodedSource:
             raise ValueError(f"{folder} was encoded by another version of MaxDiff: encode it again")
         self.made_of: dict[str, Any] = manifest["made_of"]
         self.path: str = manifest["path"]
+        self.mix: tuple[list[int], list[int]] | None = manifest["mix"]
         self._examples: int = manifest["examples"]
         self._shards: list[int] = manifest["bytes"]
         for number, size in enumerate(self._shards):
@@ -151,10 +153,11 @@ def begin(folder: Path, made_of: Mapping[str, Any]) -> None:
     write_json(folder / BEGUN, {"made_of": made_of})
 
 
-def finish(folder: Path, made_of: Mapping[str, Any], path: str, examples: int) -> None:
-    """Say that every shard is there."""
+def finish(folder: Path, made_of: Mapping[str, Any], path: str, examples: int, mix: Any = None) -> None:
+    """Say that every shard is there; see EncodedSource for `path` and `mix`."""
     sizes = [(folder / shard_name(number)).stat().st_size for number in range(-(-examples // ROWS))]
-    write_json(folder / FINISHED, {"version": VERSION, "made_of": made_of, "path": path, "examples": examples, "bytes": sizes})
+    found = {"made_of": made_of, "path": path, "examples": examples, "bytes": sizes, "mix": mix}
+    write_json(folder / FINISHED, {"version": VERSION, **found})
 
 
 def differences(there: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:

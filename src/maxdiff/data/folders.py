@@ -3,6 +3,7 @@
 import csv
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from maxdiff.data.examples import TEXT_COLUMNS, BadExample, Columns, Example
 from maxdiff.data.tar_index import IMAGE_SUFFIXES
 
 METADATA = ("metadata.jsonl", "metadata.csv")
+METADATA_SUFFIXES = (".jsonl", ".csv")
 
 
 def open_folder(folder: Path, columns: Columns) -> "FolderSource":
@@ -21,10 +23,29 @@ def open_folder(folder: Path, columns: Columns) -> "FolderSource":
     rows = list(_metadata_rows_of(metadata[0], columns) if metadata else _text_files(folder, columns))
     if not rows:
         raise ValueError(f"{metadata[0] if metadata else folder} names no images ({', '.join(IMAGE_SUFFIXES)})")
-    if missing := [name for name, _ in rows if not (folder / name).is_file()]:
-        raise FileNotFoundError(f"{folder / missing[0]} is not there, which {metadata[0].name} names "
-                                f"({len(missing)} of {len(rows)} images are missing)")  # fmt: skip
+    if metadata:
+        _check_images(metadata[0], [folder / name for name, _ in rows])
     return FolderSource(folder, rows, columns)
+
+
+def open_tables(paths: Sequence[Path], columns: Columns, image_column: str) -> "FolderSource":
+    """The images that .csv or .jsonl files name, by paths from where each file lies; raises as `open_source`."""
+    folders = [path.parent.absolute() if len(paths) > 1 else path.parent for path in paths]
+    folder = Path(os.path.commonpath(folders))
+    rows: list[tuple[str, dict[str, Any]]] = []
+    for path, there in zip(paths, folders, strict=True):
+        named = list(_metadata_rows_of(path, columns, (image_column, "file_name")))
+        if not named:
+            raise ValueError(f"{path} is empty: it names no images")
+        _check_images(path, [there / name for name, _ in named])
+        rows += [(str(there.relative_to(folder) / name), row) for name, row in named]
+    return FolderSource(folder, rows, columns)
+
+
+def _check_images(table: Path, images: Sequence[Path]) -> None:
+    if missing := [image for image in images if not image.is_file()]:
+        raise FileNotFoundError(f"{missing[0]} is not there, which {table.name} names "
+                                f"({len(missing)} of {len(images)} images are missing)")  # fmt: skip
 
 
 class FolderSource:
@@ -61,16 +82,20 @@ class FolderSource:
         return hashlib.sha256("\n".join(names).encode(errors="surrogateescape")).hexdigest()
 
 
-def _metadata_rows_of(path: Path, columns: Columns) -> Iterator[tuple[str, dict[str, Any]]]:
+def _metadata_rows_of(
+    path: Path, columns: Columns, names: Sequence[str] = ("file_name",)
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(image, row) for each row: the image is that of the first of the columns `names` that it has."""
     for number, row in _metadata_rows(path):
-        if not isinstance(row, dict) or not isinstance(row.get("file_name"), str):
+        name = next((name for name in names if isinstance(row, dict) and isinstance(row.get(name), str)), None)
+        if name is None:
             there = sorted(row) if isinstance(row, dict) else type(row).__name__
-            raise ValueError(f"{path}, line {number}: no column 'file_name' (allowed: {there})")
+            raise ValueError(f"{path}, line {number}: no column {' nor '.join(map(repr, names))} (allowed: {there})")
         try:
             columns.texts(row, "row")
         except BadExample as error:
             raise ValueError(f"{path}, line {number}: {error.reason}") from None
-        yield row["file_name"].strip(), row
+        yield row[name].strip(), row
 
 
 def _metadata_rows(path: Path) -> Iterator[tuple[int, Any]]:
@@ -105,6 +130,8 @@ def _text_files(folder: Path, columns: Columns) -> Iterator[tuple[str, None]]:
     images = [name for name in names if Path(name).suffix.lower() in IMAGE_SUFFIXES]
     if not images and any(name.endswith(".tar") for name in names):
         raise ValueError(f"{folder} holds tars, and maybe some to hold out: name those to use, as {folder}/*.tar")
+    if not images and (others := [name for name in names if name.endswith((".parquet", *METADATA_SUFFIXES))]):
+        raise ValueError(f"{folder} holds no images: name the files to use, as {folder / others[0]}")
     if images and (column := columns.names[0]) not in TEXT_COLUMNS:
         raise ValueError(f"caption_column={column!r}: {folder} has neither {' nor '.join(METADATA)} (allowed: 'text')")
     texts = {name for name in names if name.endswith(".txt")}

@@ -21,7 +21,7 @@ from maxdiff import build, command
 from maxdiff.config import Config
 from maxdiff.data.encoded import EncodedSource
 from maxdiff.data.examples import BadExample
-from maxdiff.data.order import example_index
+from maxdiff.data.mixed import examples_at
 from maxdiff.data.pipeline import Loaded, load_example
 from maxdiff.images import grid, write_png
 from maxdiff.weights.tokenizer import CLIPTokenizer, published_tokenizer
@@ -60,11 +60,12 @@ def inspect(config: Config, examples: int) -> Iterator[str]:
         yield from (f"  {name}: {list(shape)} {dtype.name}" for name, (shape, dtype) in source.shapes().items())
         return
     count = min(examples, len(source))
-    yield f"{len(source)} examples in {config.data.train_data_dir}; looking at {count} of them, in training's order"
+    where = ", ".join(path for path, _ in config.data.data_mix) or config.data.train_data_dir
+    yield f"{len(source)} examples in {where}; looking at {count} of them, in training's order"
     started = time.perf_counter()
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         plan = build.make_plan(config)
-        wanted = example_index(plan.seed, len(source), np.arange(count))[1]
+        wanted = examples_at(source, plan.seed, np.arange(count), plan.shuffle_block)[1]
         loaded = list(pool.map(lambda i: load_example(source, plan, i, int(wanted[i])), range(count)))
     rate = count / (time.perf_counter() - started)
     yield f"read and decoded at {rate:.0f} examples/s by {os.cpu_count()} threads"

@@ -20,7 +20,8 @@ import numpy as np
 from maxdiff.data.captions import CaptionPlan
 from maxdiff.data.encoded import MOMENTS, EncodedSource
 from maxdiff.data.examples import BadExample, Source
-from maxdiff.data.order import batch_positions, example_index, host_slice
+from maxdiff.data.mixed import examples_at, siblings
+from maxdiff.data.order import batch_positions, host_slice
 from maxdiff.data.transforms import CAPTION, CROP_AND_FLIP, Picture, make_picture, random_words
 from maxdiff.data.workers import worker_batches
 
@@ -50,6 +51,7 @@ class BatchPlan:
         process_index: this process, which makes its slice of each global batch.
         process_count: how many processes share a batch.
         flip: all images mirrored, or none; None leaves it to random_flip.
+        shuffle_block: examples that are drawn near each other, see `order.example_index`; 0 for none.
     """
 
     seed: int
@@ -61,6 +63,7 @@ class BatchPlan:
     process_index: int = 0
     process_count: int = 1
     flip: bool | None = None
+    shuffle_block: int = 0
 
     @property
     def rows(self) -> slice:
@@ -88,7 +91,7 @@ def load_batch(
     """
     rows = np.arange(plan.global_batch)[plan.rows]
     positions = batch_positions(step, plan.global_batch)[plan.rows]
-    _, wanted = example_index(plan.seed, len(source), positions)
+    _, wanted = examples_at(source, plan.seed, positions, plan.shuffle_block)
     if isinstance(source, EncodedSource):
         return _load_encoded(source, plan, rows, positions, wanted)
     load = lambda position, index: load_example(source, plan, int(position), int(index))
@@ -121,7 +124,7 @@ def _load_encoded(
                 row = source[index]
             except BadExample as error:
                 met.append(error)
-                index = _instead(first, met, len(source))
+                index = _instead(source, first, met)
         mirrored = plan.random_flip and random_words(plan.seed, position, CROP_AND_FLIP)[2] >> 63
         moments = {name: row[f"flip_{name}" if mirrored else name] for name in MOMENTS}
         found.append({**{name: x for name, x in row.items() if not name.startswith("flip_")}, **moments})
@@ -158,21 +161,22 @@ def load_example(source: Source, plan: BatchPlan, position: int, index: int) -> 
             return Loaded(index, example.key, picture, caption, bad)
         except BadExample as error:
             bad.append(error)
-        index = _instead(first, bad, len(source))
+        index = _instead(source, first, bad)
 
 
-def _instead(first: int, bad: Sequence[BadExample], n: int) -> int:
-    """Which of n examples is tried in the place of `first`, after these bad ones: whoever meets it replaces it alike.
+def _instead(source: Source | EncodedSource, first: int, bad: Sequence[BadExample]) -> int:
+    """Which example is tried in the place of `first`, after these bad ones: whoever meets it replaces it alike.
 
-    The next ones, NEAR of them; then ever farther away, for a lost shard may have held thousands.
+    The next ones, NEAR of them; then ever farther away, for a lost shard may have held thousands. Of a mix, examples of
+    the same source, so that proportions hold.
 
     Raises:
         ValueError: if all are bad, or MAX_RUN of those tried.
     """
-    tried = len(bad)
+    tried, (start, n) = len(bad), siblings(source, first)
     if tried >= min(MAX_RUN, n):
         raise ValueError(f"{tried} examples in a row are bad, the last {bad[-1]}")
-    return (first + (tried if tried <= NEAR or n <= MAX_RUN else NEAR + 2 ** (tried - NEAR))) % n
+    return start + (first - start + (tried if tried <= NEAR or n <= MAX_RUN else NEAR + 2 ** (tried - NEAR))) % n
 
 
 def batches(

@@ -1,5 +1,6 @@
 """Where examples come from: whatever a path names, at random access, filtered and mixed."""
 
+import dataclasses
 import hashlib
 import json
 import logging
@@ -10,10 +11,15 @@ from typing import Any
 
 import numpy as np
 
+from maxdiff.data.arrayrecord import ArrayRecordSource
 from maxdiff.data.examples import BadExample, Columns, Example, Filter, Source
-from maxdiff.data.folders import open_folder
+from maxdiff.data.folders import open_folder, open_tables
+from maxdiff.data.hf import is_saved, open_hf
+from maxdiff.data.parquet import ParquetSource
+from maxdiff.data.paths import check_names, kind_of, local_names
+from maxdiff.data.remote import is_remote, local_copies
 from maxdiff.data.tar_index import open_index
-from maxdiff.data.tars import TarSource, tar_paths
+from maxdiff.data.tars import TarSource
 from maxdiff.weights.tensors import write_atomically
 
 logger = logging.getLogger(__name__)
@@ -23,33 +29,77 @@ FILTER_THREADS = 32
 FILTER_CHUNK = 4096
 
 
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """How a path is to be read.
+
+    Attributes:
+        kind: webdataset, folder, table, parquet, hf or arrayrecord; "" for what the path's name says.
+        image_column: of all but tars and folders, which column holds the image or its path.
+        split: of Hugging Face datasets.
+    """
+
+    kind: str = ""
+    image_column: str = "image"
+    split: str = "train"
+
+
 def open_source(
     path: str | Path,
     columns: Columns | None = None,
     cache_dir: str | Path | None = None,
     filters: Sequence[Filter] = (),
+    form: Format = Format(),
 ) -> Source:
     """Open the examples at `path`, checking all that can be checked without reading images.
 
     Args:
-        path: a tar, a glob or brace notation of tars (`emoji-{000000..000003}.tar`), or a folder of images
-            with metadata.jsonl or metadata.csv, or with a .txt beside each image.
+        path: a glob or brace notation of files of one kind (`emoji-{000000..000003}.tar`): tars, parquet, .csv or .jsonl
+            with paths of images, ArrayRecord; or a folder of images with metadata.jsonl or metadata.csv, or with a .txt
+            beside each image; or a Hugging Face dataset's folder or, if `form` says so, its name. Files may be a URL that
+            fsspec knows, or `pipe:COMMAND`: they are copied to `cache_dir` first.
         columns: what captions are made of; by default `text`, the .txt beside an image or the metadata's column.
-        cache_dir: where a tar's index, and which examples filters keep, are written; by default indexes lie beside
-            their tars.
+        cache_dir: where tars' indexes, copies of files that are elsewhere, and which examples filters keep are written; by
+            default indexes lie beside their tars.
         filters: conditions that examples must meet.
+        form: how the path is to be read.
 
     Raises:
         FileNotFoundError: if nothing is there, or a file that the metadata name is not.
-        ValueError: for no examples, an example without a caption, a column that is not there, a damaged tar, or
-            filters that no example meets.
+        ValueError: for no examples, an example without a caption, a column that is not there, a damaged file, one that
+            cannot be copied, a format whose package is not installed, or filters that no example meets.
     """
     columns, cache = columns or Columns(), Path(cache_dir) if cache_dir else None
-    if Path(path).is_dir():
-        source: Source = open_folder(Path(path), columns)
-    else:
-        source = TarSource([open_index(tar, cache) for tar in tar_paths(str(path))], columns)
+    source = _open(str(path), columns, cache, form)
     return filtered(source, filters, cache) if filters else source
+
+
+def _open(path: str, columns: Columns, cache: Path | None, form: Format) -> Source:
+    kind, is_folder = form.kind, Path(path).is_dir()
+    if kind == "hf" or (not kind and is_folder and is_saved(Path(path))):
+        return open_hf(path, columns, form.image_column, form.split, cache)
+    if kind == "folder" and not is_folder:
+        raise ValueError(f"dataset_type='folder': {path} is no folder")
+    if is_folder:
+        if kind not in ("", "folder"):
+            raise ValueError(f"dataset_type={kind!r}: {path} is a folder; name the files in it, as {path}/*")
+        return open_folder(Path(path), columns)
+    if is_remote(path):
+        names, kind = local_copies(path, kind, cache)
+    else:
+        names = local_names(path)
+        if not kind:
+            kind = kind_of(names[0])
+            check_names(path, names, kind)
+    paths = [Path(name) for name in names]
+    match kind:
+        case "parquet":
+            return ParquetSource(paths, columns, form.image_column)
+        case "table":
+            return open_tables(paths, columns, form.image_column)
+        case "arrayrecord":
+            return ArrayRecordSource(paths, columns, form.image_column)
+    return TarSource([open_index(tar, cache) for tar in paths], columns)
 
 
 class Subset:

@@ -1,13 +1,10 @@
 """WebDataset tars, at random access."""
 
 import bisect
-import glob
 import hashlib
 import json
-import re
 from collections.abc import Sequence
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 from maxdiff.data.examples import TEXT_COLUMNS, BadExample, Columns, Example
@@ -16,42 +13,6 @@ from maxdiff.data.tar_index import CLASS, JSON, SUFFIXES, TEXT, TarIndex
 
 # What a member's text is called among an example's fields.
 NAMES = {TEXT: TEXT_COLUMNS, CLASS: ("cls",)}
-
-
-def expand_braces(pattern: str) -> list[str]:
-    """`a-{00..02}{,x}.tar` -> its six names, as a shell does; a number keeps its zeros."""
-    match = re.search(r"\{([^{}]*)\}", pattern)
-    if not match:
-        return [pattern]
-    inner = match[1]
-    if numbers := re.fullmatch(r"(\d+)\.\.(\d+)", inner):
-        width = len(numbers[1]) if numbers[1].startswith("0") else 0
-        items = [f"{i:0{width}d}" for i in range(int(numbers[1]), int(numbers[2]) + 1)]
-    elif "," in inner:
-        items = inner.split(",")
-    else:
-        raise ValueError(f"path={pattern!r}: {{{inner}}} is no brace notation (allowed: {{000..009}} and {{a,b}})")
-    if not items:
-        raise ValueError(f"path={pattern!r}: {{{inner}}} counts down to nothing")
-    return [name for item in items for name in expand_braces(pattern[: match.start()] + item + pattern[match.end() :])]
-
-
-def tar_paths(pattern: str) -> list[Path]:
-    """The tars that a path, a glob or brace notation names; raises as `open_source`."""
-    paths: list[Path] = []
-    # A file may have braces or brackets in its name.
-    names = [pattern] if Path(pattern).is_file() else expand_braces(pattern)
-    for name in names:
-        found = [name] if Path(name).is_file() else sorted(glob.glob(name, recursive=True))
-        if not found:
-            other = f" (of path={pattern!r})" if name != pattern else ""
-            raise FileNotFoundError(f"nothing matches {name}{other}: a path names a folder of images, or one or more tars")
-        paths += map(Path, found)
-    if wrong := [str(path) for path in paths if path.suffix != ".tar" or not path.is_file()]:
-        raise ValueError(f"path={pattern!r} names {wrong[0]}, which is not a tar (allowed: uncompressed .tar files)")
-    if len(set(paths)) < len(paths):
-        raise ValueError(f"path={pattern!r} names {max(paths, key=paths.count)} more than once")
-    return paths
 
 
 class TarSource:
