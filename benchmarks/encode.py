@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from architectures import ARCHITECTURES
 from train_step import configuration, digits
 
-from maxdiff import build
+from maxdiff import build, inputs
 from maxdiff.data.encode import encode
 from maxdiff.task import make_task
 
@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
         overrides = [f"train_data_dir={args.data}", "center_crop=true", f"dataset_save_location={folder}"]
         config = configuration(args.model, args.resolution, args.batch, overrides)
         task = make_task(config, build.layout_of(config), None)
-        source = build.open_examples(config, "train_data_dir")
+        source = inputs.open_examples(config, "train_data_dir")
         started = time.perf_counter()
         pace = encode(config, task, source, Path(folder) / "encoded")
         seconds = time.perf_counter() - started

@@ -41,7 +41,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent))
 from architectures import ARCHITECTURES
 
-from maxdiff import build
+from maxdiff import build, inputs
 from maxdiff.accelerators import peak_flops
 from maxdiff.checkpoint import Checkpoints
 from maxdiff.config import Config, load_config
@@ -69,16 +69,17 @@ def prepare(config: Config) -> tuple[Config, Task, Callable[[], list[Any]], floa
     task = make_task(config, layout, None)
     optimizer = build.make_adam(config, build.make_rates(config, task))
     abstract = build.abstract_of(config, layout, task, optimizer)
-    inputs = build.abstract_batch(build.make_plan(config), list(task.tokenizers.values()), build.batch_sharding(mesh))
+    plan, tokenizers = inputs.make_plan(config), list(task.tokenizers.values())
+    abstract_batch = inputs.abstract_batch(plan, tokenizers, build.batch_sharding(mesh))
     key = build.run_key(config, mesh)
     started = time.perf_counter()
     step = build.make_step(config, layout, task, optimizer, abstract, accumulation)
-    step = step.lower(abstract, task.constants, inputs, key).compile()
+    step = step.lower(abstract, task.constants, abstract_batch, key).compile()
     seconds = time.perf_counter() - started
     # After the compilation, which on a CPU takes gigabytes of the same memory.
     with tempfile.TemporaryDirectory() as folder, Checkpoints(folder) as none:
         state = build.begin(config, task, optimizer, abstract, none)
-    batch = build.place(build.batch_sharding(mesh), random_batch(inputs, task))
+    batch = build.place(build.batch_sharding(mesh), random_batch(abstract_batch, task))
 
     def run() -> list[Any]:
         nonlocal state

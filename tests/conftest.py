@@ -100,3 +100,11 @@ def one_level(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
     levels = {"block_out_channels": (32,), "down_block_types": (CROSS_DOWN,), "up_block_types": (CROSS_UP,)}
     diffusers.UNet2DConditionModel(**{**UNETS["sd1"], **levels}).save_pretrained(folder / "unet")
     return folder
+
+
+@pytest.fixture
+def compiled_once(tmp_path_factory):
+    """Programs compiled by one test serve the others."""
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.getbasetemp() / "compiled"))
+    yield
+    jax.config.update("jax_compilation_cache_dir", None)

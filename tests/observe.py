@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from maxdiff import build, generate, judge, processes
+from maxdiff import build, generate, inputs, judge, processes
 from maxdiff.checkpoint import Checkpoints
 from maxdiff.config import Config
 from maxdiff.data import encode
@@ -152,13 +152,13 @@ def computed(config: Config) -> str:
 
 
 def examples(config: Config) -> Any:
-    source = build.open_examples(config, "train_data_dir")
+    source = inputs.open_examples(config, "train_data_dir")
     return len(source), source[0].texts
 
 
 def encoded(config: Config) -> Any:
     """What training reads: where it is encoded, and in which dtype."""
-    source, _ = encode.settle(config, task_of(config), build.open_training(config))
+    source, _ = encode.settle(config, task_of(config), inputs.open_training(config))
     return (source.folder, source.shapes()["mean"][1]) if isinstance(source, EncodedSource) else None
 
 
@@ -170,49 +170,50 @@ def encoded_new(config: Config) -> Any:
 
 
 def opened(config: Config) -> str:
-    return refusal(lambda: build.open_examples(config, "train_data_dir"))
+    return refusal(lambda: inputs.open_examples(config, "train_data_dir"))
 
 
 def captions(config: Config) -> Any:
     """The first example's captions at several positions."""
-    source, plan = build.open_examples(config, "train_data_dir"), build.make_plan(config)
+    source, plan = inputs.open_examples(config, "train_data_dir"), inputs.make_plan(config)
     return [load_example(source, plan, position, 0).caption for position in range(20)]
 
 
 def index_files(config: Config) -> list[Path]:
-    build.open_examples(config, "train_data_dir")
+    inputs.open_examples(config, "train_data_dir")
     return sorted(config.run.folder.parent.parent.rglob("indexes/*"))
 
 
 def batch(config: Config) -> np.ndarray:
-    made, _ = load_batch(build.open_examples(config, "train_data_dir"), [], build.make_plan(config), 0)
+    source = inputs.open_examples(config, "train_data_dir")
+    made, _ = load_batch(source, [], inputs.with_buckets(config, inputs.make_plan(config), source), 0)
     return made["image"]
 
 
 def indexes(config: Config) -> np.ndarray:
-    made, _ = load_batch(build.open_examples(config, "train_data_dir"), [], build.make_plan(config), 0)
+    made, _ = load_batch(inputs.open_examples(config, "train_data_dir"), [], inputs.make_plan(config), 0)
     return made["index"]
 
 
 def workers(config: Config) -> int:
-    source, plan = build.open_examples(config, "train_data_dir"), build.make_plan(config)
+    source, plan = inputs.open_examples(config, "train_data_dir"), inputs.make_plan(config)
     with mock.patch("subprocess.Popen", wraps=subprocess.Popen) as started:
-        made: Any = build.make_batches(config, source, [], plan)
+        made: Any = inputs.make_batches(config, source, [], plan)
         next(made)
         made.close()
     return started.call_count
 
 
 def many_batches(config: Config) -> str:
-    source, plan = build.open_examples(config, "train_data_dir"), build.make_plan(config)
-    made: Any = build.make_batches(config, source, [], plan)
+    source, plan = inputs.open_examples(config, "train_data_dir"), inputs.make_plan(config)
+    made: Any = inputs.make_batches(config, source, [], plan)
     told = refusal(lambda: [next(made) for _ in range(20)])
     made.close()
     return told
 
 
 def held_out(config: Config) -> float:
-    layout, source = build.layout_of(config), build.open_examples(config, "train_data_dir")
+    layout, source = build.layout_of(config), inputs.open_examples(config, "train_data_dir")
     config, _ = build.settle_batch(config, layout.mesh)
     batches = judge.held_out_batches(config, layout, small_task("unet"), source)
     return sum(float(batch["counted"].sum()) for batch in batches)
@@ -221,7 +222,7 @@ def held_out(config: Config) -> float:
 def settled(config: Config) -> Any:
     mesh = build.mesh_of(config)
     config, accumulation = build.settle_batch(config, mesh)
-    return accumulation, build.abstract_batch(build.make_plan(config), [], build.batch_sharding(mesh))["image"].shape
+    return accumulation, inputs.abstract_batch(inputs.make_plan(config), [], build.batch_sharding(mesh))["image"].shape
 
 
 # --- Optimizer ---------------------------------------------------------------------------------------------------

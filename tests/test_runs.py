@@ -3,7 +3,6 @@
 import shutil
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 from PIL import Image
@@ -17,6 +16,7 @@ from maxdiff.models.network import flatten
 from maxdiff.pipeline import Pipeline
 from maxdiff.train import train
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
 ROOT = Path(__file__).parent.parent
 HELD_OUT = str(ROOT / "data" / "emoji" / "heldout-000000.tar")
 TINY_VAE = "{block_out_channels: [16, 16], down_block_types: [DownEncoderBlock2D, DownEncoderBlock2D], \
@@ -24,14 +24,6 @@ up_block_types: [UpDecoderBlock2D, UpDecoderBlock2D], norm_num_groups: 8}"
 TINY_UNET = "{block_out_channels: [32], down_block_types: [CrossAttnDownBlock2D], up_block_types: [CrossAttnUpBlock2D], \
 layers_per_block: 1, attention_head_dim: 2, norm_num_groups: 8, cross_attention_dim: 32}"
 TINY_TEXT = "{hidden_size: 32, intermediate_size: 32, num_hidden_layers: 1, num_attention_heads: 1}"
-
-
-@pytest.fixture(autouse=True)
-def _compiled_once(tmp_path_factory):
-    """Programs compiled by one test serve the others."""
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.getbasetemp() / "compiled"))
-    yield
-    jax.config.update("jax_compilation_cache_dir", None)
 
 
 def configuration(tmp_path: Path, *overrides: str) -> Config:

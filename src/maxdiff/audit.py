@@ -12,12 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxdiff import build, command
+from maxdiff import command, inputs
 from maxdiff.config import Config
 from maxdiff.data.encoded import EncodedSource
-from maxdiff.data.mixed import examples_at
 from maxdiff.data.order import batch_positions
-from maxdiff.data.pipeline import load_example
+from maxdiff.data.pipeline import load_example, step_examples
 from maxdiff.diffusion.objective import draw_timesteps, drop_caption, example_keys
 from maxdiff.diffusion.schedule import noise_schedule
 from maxdiff.task import make_objective
@@ -44,11 +43,11 @@ def audit(config: Config, step: int) -> Iterator[str]:
     """
     if step > (last := config.batch.steps(config.batch.global_batch_size)):
         raise ValueError(f"step={step} is not one of the run's {last} steps")
-    source, made = build.open_training(config), step - 1
-    plan = build.make_plan(config)
+    source, made = inputs.open_training(config), step - 1
+    plan = inputs.with_buckets(config, inputs.make_plan(config), source)
     rows = np.arange(plan.global_batch)
     positions = batch_positions(made, plan.global_batch)
-    epochs, wanted = examples_at(source, plan.seed, positions, plan.shuffle_block)
+    size, epochs, wanted = step_examples(source, plan, made)
     key = jax.random.fold_in(jax.random.key(config.run.seed), made)
     noise = np.asarray(jax.random.key_data(example_keys(key, jnp.asarray(rows))))
     columns = {"noise key": [f"{high:08x}{low:08x}" for high, low in noise]}
@@ -66,7 +65,7 @@ def audit(config: Config, step: int) -> Iterator[str]:
         if isinstance(source, EncodedSource):
             (key, caption), crop = source.names(index), source[index]["crop"]
         else:
-            example = load_example(source, plan, int(positions[row]), index)
+            example = load_example(source, plan, int(positions[row]), index, size)
             index, key, caption, crop, bad = example.index, example.key, example.caption, example.picture.crop, example.bad
         yield "\t".join([str(positions[row]), str(epochs[row]), str(index), *(c[row] for c in columns.values()),
                          ",".join(map(str, crop)), key, "(none)" if dropped[row] else caption])  # fmt: skip

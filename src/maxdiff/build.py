@@ -2,10 +2,10 @@
 
 import dataclasses
 import functools
-import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxdiff.checkpoint import Checkpoints, has_checkpoints
 from maxdiff.config import SECTIONS, Config, flat, load_config
-from maxdiff.data.captions import CaptionPlan
-from maxdiff.data.encoded import EncodedSource, is_encoded
-from maxdiff.data.examples import Columns, Filter, Source
-from maxdiff.data.mixed import Mixed
-from maxdiff.data.pipeline import TOKEN_NAMES, BatchPlan, Tokenizer, batches, load_example
-from maxdiff.data.sources import Format, open_source
 from maxdiff.diffusion.sampler_config import KEYS, sampler_name
 from maxdiff.draw import Draw, DrawConfig, draw_function
 from maxdiff.gradients import BATCH_AXES, gradient_function
@@ -35,6 +29,8 @@ from maxdiff.state import TrainState, abstract_state, make_state, state_sharding
 from maxdiff.step import Ema, ShardedUpdate, make_train_step
 from maxdiff.task import Task
 
+# Programs of a bucket each, which take gigabytes in the making.
+COMPILED_AT_ONCE = 4
 # Keys of where and on what a run goes on, which may be others each time.
 HERE = {"output_dir", "jax_cache_dir", "resume_from", "skip_jax_distributed_system", "coordinator_address", "num_processes",
         "process_id"}  # fmt: skip
@@ -113,23 +109,6 @@ def batch_part(mesh: Mesh) -> tuple[int, int]:
     return parts.index(tuple(sorted(held[jax.process_index()]))), len(parts)
 
 
-def abstract_batch(
-    plan: BatchPlan, tokenizers: Sequence[Tokenizer], sharding: NamedSharding, source: Source | EncodedSource | None = None
-) -> dict[str, Any]:
-    """What `place` makes of a batch, as jax.ShapeDtypeStructs; `source` matters where it is encoded."""
-    if isinstance(source, EncodedSource):
-        found = {name: given for name, given in source.shapes().items() if not name.startswith("flip_")}
-        found["position"] = ((), np.dtype(np.int32))
-        return {name: jax.ShapeDtypeStruct((plan.global_batch, *shape), dtype, sharding=sharding)
-                for name, (shape, dtype) in found.items()}  # fmt: skip
-    shapes = {"image": (plan.resolution, plan.resolution, 3), "position": (), "original_size": (2,), "crop": (2,)}
-    shapes |= {name: tokenizer([""]).shape[1:] for name, tokenizer in zip(TOKEN_NAMES, tokenizers, strict=False)}
-    return {
-        name: jax.ShapeDtypeStruct((plan.global_batch, *shape), np.uint8 if name == "image" else np.int32, sharding=sharding)
-        for name, shape in shapes.items()
-    }
-
-
 def place(sharding: NamedSharding, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
     """A global batch on its devices, from each process's part of it; `index` is for people and stays behind."""
     return {key: jax.make_array_from_process_local_data(sharding, x) for key, x in batch.items() if key != "index"}
@@ -169,80 +148,10 @@ def check_restart(config: Config) -> None:
         say("\n".join(f"changed since the last start: {key}: {before[key]!r} -> {value!r}" for key, value in changed.items()))
 
 
-def open_training(config: Config) -> Source | EncodedSource:
-    """What train_data_dir names: images, as `open_examples`, or encoded ones."""
-    path = config.data.train_data_dir
-    return EncodedSource(Path(path).expanduser()) if path and is_encoded(path) else open_examples(config, "train_data_dir")
-
-
-def open_examples(config: Config, key: str) -> Source:
-    """The images that `key` names, train_data_dir (or data_mix) or eval_data_dir; one of each source has been decoded.
-
-    Raises:
-        ValueError: naming the key, for whatever `open_source` refuses, and for a source whose first examples are all bad.
-    """
-    data = config.data
-    mix = data.data_mix if key == "train_data_dir" else ()
-    try:
-        paths = [path for path, _ in mix] or [getattr(data, key)]
-        if encoded := [path for path in paths if is_encoded(path)]:
-            raise ValueError(f"{encoded[0]} is encoded already; allowed here: images")
-        sources = [open_path(config, path) for path in paths]
-        for source in sources:
-            load_example(source, make_plan(config), position=0, index=0)
-        return Mixed(sources, [weight for _, weight in mix]) if mix else sources[0]
-    except (ValueError, OSError) as error:
-        raise ValueError(f"{'data_mix' if mix else key}: {error}") from error
-
-
-def open_path(config: Config, path: str) -> Source:
-    """The images at a path, with the configuration's columns and filters; raises as `open_source`."""
-    data = config.data
-    filters = [Filter(name, str(condition)) for name, condition in data.filters.items()]
-    form = Format(data.dataset_type, data.image_column, data.train_split)
-    return open_source(path, caption_columns(config), data.dataset_save_location or None, filters, form)
-
-
-def caption_columns(config: Config) -> Columns:
-    """Which texts captions are made of; raises ValueError for an idx_to_prompt that cannot be read."""
-    names = tuple(name.strip() for name in config.data.caption_column.split(",") if name.strip())
-    if not names or len(set(names)) < len(names):
-        raise ValueError(
-            f"caption_column={config.data.caption_column!r} is not supported; allowed: one or several columns: a, b"
-        )
-    if not config.data.idx_to_prompt:
-        return Columns(names)
-    path = Path(config.data.idx_to_prompt).expanduser()
-    try:
-        labels = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"idx_to_prompt={str(path)!r} cannot be read: {error}") from None
-    if not isinstance(labels, dict) or not all(isinstance(text, str) for text in labels.values()):
-        raise ValueError(f'idx_to_prompt={str(path)!r} is no JSON object of texts, such as {{"0": "a cat"}}')
-    return Columns(names, labels)
-
-
-def make_plan(config: Config, part: tuple[int, int] = (0, 1)) -> BatchPlan:
-    """What decides the contents of each batch, or of a part of each (see `batch_part`)."""
-    data = config.data
-    captions = CaptionPlan(data.caption_mode, data.caption_separator, data.shuffle_tags, data.keep_tags, data.tag_dropout,
-                           data.caption_prefix)  # fmt: skip
-    return BatchPlan(config.run.seed, config.batch.global_batch_size, data.resolution, data.center_crop, data.random_flip,
-                     captions, *part, shuffle_block=data.shuffle_block)  # fmt: skip
-
-
 def run_key(config: Config, mesh: Mesh) -> jax.Array:
     """The key of all of the run's randomness, whole on every device."""
     # Made there: a key cannot be sent to the devices of other processes.
     return jax.jit(jax.random.key, static_argnums=0, out_shardings=NamedSharding(mesh, PartitionSpec()))(config.run.seed)
-
-
-def make_batches(
-    config: Config, source: Source | EncodedSource, tokenizers: Sequence[Tokenizer], plan: BatchPlan, first: int = 0
-) -> Iterator[dict[str, np.ndarray]]:
-    """Endless batches, of a start that goes on from step `first`; raises as `batches`."""
-    return batches(source, tokenizers, plan, start_step=first, workers=config.data.data_workers,
-                   max_bad_fraction=config.data.max_bad_fraction)  # fmt: skip
 
 
 def make_rates(config: Config, task: Task) -> dict[str, Schedule]:
@@ -353,6 +262,18 @@ def make_step(config: Config, layout: Layout, task: Task, optimizer: optax.Gradi
     ema = Ema(config.optimizer.ema_decay, True, config.optimizer.ema_start_step) if config.optimizer.use_ema else None
     step = make_train_step(gradients, optimizer, ema, sharded)
     return jax.jit(step, donate_argnums=0, out_shardings=(state_shardings(abstract), None))
+
+
+def compile_step(
+    step: Any, abstract: TrainState, constants: Mapping[str, Any], shapes: Sequence[Mapping[str, Any]], key: jax.Array
+) -> Any:
+    """The jitted step, compiled for each of these abstract batches; called, it takes the program of the batch's shape."""
+    one = lambda batch: step.lower(abstract, constants, batch, key).compile()
+    if len(shapes) == 1:
+        return one(shapes[0])
+    with ThreadPoolExecutor(COMPILED_AT_ONCE) as pool:
+        programs = dict(zip((batch["image"].shape for batch in shapes), pool.map(one, shapes), strict=True))
+    return lambda state, constants, batch, key: programs[batch["image"].shape](state, constants, batch, key)
 
 
 def trained_specs(layout: Layout, task: Task) -> Params:

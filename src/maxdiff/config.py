@@ -113,6 +113,10 @@ class Data:
     resolution: int = 512
     center_crop: bool = False
     random_flip: bool = False
+    aspect_ratio_buckets: bool = False
+    bucket_step: int = 64
+    bucket_max_ratio: float = 2.0
+    minimum_size: int = 0
     data_workers: int = 4
     encoded_dir: str = ""
     encoded_dtype: str = "bfloat16"
@@ -130,6 +134,13 @@ class Data:
         if self.data_mix and self.train_data_dir:
             raise ValueError(f"data_mix is instead of train_data_dir={self.train_data_dir!r} (allowed: one of them)")
         _between(self, "shuffle_block", 0, math.inf)
+        _between(self, "minimum_size", 0, math.inf)
+        _between(self, "bucket_step", 1, math.inf)
+        _between(self, "bucket_max_ratio", 1, math.inf)
+        if self.aspect_ratio_buckets and self.resolution % self.bucket_step:
+            raise ValueError(f"bucket_step={self.bucket_step} does not divide resolution={self.resolution}")
+        if self.aspect_ratio_buckets and (self.data_mix or self.shuffle_block):
+            raise ValueError("aspect_ratio_buckets=True is not supported with data_mix or shuffle_block (allowed: false)")
         _one_of(self, "dataset_type", "", "webdataset", "folder", "table", "parquet", "hf", "arrayrecord")
         for key in ("train_split", "image_column"):
             if not getattr(self, key):

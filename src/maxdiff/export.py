@@ -9,7 +9,7 @@ sizes here (ici_fsdp_parallelism=1).
 import sys
 from collections.abc import Sequence
 
-from maxdiff import build, command
+from maxdiff import build, command, inputs
 from maxdiff.checkpoint import Checkpoints
 from maxdiff.config import Config
 from maxdiff.processes import start
@@ -42,7 +42,7 @@ def export_step(config: Config, step: int | None) -> None:
         optimizer = build.make_adam(config, build.make_rates(config, task))
         abstract = build.abstract_of(config, layout, task, optimizer)
         state = checkpoints.restore(steps[-1] if step is None else step, abstract)
-    source = build.open_training(config)
+    source = inputs.open_training(config)
     export(config, layout, task, state, source, build.run_key(config, layout.mesh))
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from maxdiff import build
+from maxdiff import build, inputs
 from maxdiff.config import Config
 from maxdiff.data.examples import Source
 from maxdiff.data.pipeline import Batch, BatchPlan, load_batch
@@ -45,7 +45,7 @@ def make_judge(config: Config, layout: Layout, task: Task, key: jax.Array) -> Ju
     """
     examples: list[Batch] = []
     if config.data.eval_data_dir:
-        examples = held_out_batches(config, layout, task, build.open_examples(config, "eval_data_dir"))
+        examples = held_out_batches(config, layout, task, inputs.open_examples(config, "eval_data_dir"))
     if config.model.train_vae:
         draw = _reconstructions(layout, task, examples) if examples else None
     else:
@@ -83,7 +83,7 @@ def held_out_batches(config: Config, layout: Layout, task: Task, source: Source)
     """
     at_once = config.batch.per_device_batch_size * build.batch_shards(layout.mesh)
     part, parts = build.batch_part(layout.mesh)
-    captions = dataclasses.replace(build.make_plan(config).captions, shuffle_tags=False, tag_dropout=0.0)
+    captions = dataclasses.replace(inputs.make_plan(config).captions, shuffle_tags=False, tag_dropout=0.0)
     plan = BatchPlan(0, at_once, config.data.resolution, captions=captions, process_index=part, process_count=parts)
     examples = min(config.data.eval_examples, len(source))
     loaded = []

@@ -199,6 +199,9 @@ def check_trainable(networks: dict[str, Network]) -> None:
 
 def check_resolution(config: Config, vae: Network) -> None:
     """Raise ValueError unless images divide into latents."""
+    down = vae.config.downscale
+    if config.data.aspect_ratio_buckets and config.data.bucket_step % down:
+        raise ValueError(f"bucket_step={config.data.bucket_step} is no multiple of the autoencoder's {down} pixels a latent")
     if config.data.resolution % vae.config.downscale:
         raise ValueError(
             f"resolution={config.data.resolution} is no multiple of the autoencoder's {vae.config.downscale} pixels a latent"

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import jax
 
-from maxdiff import build, command
+from maxdiff import build, command, inputs
 from maxdiff.accelerators import peak_flops
 from maxdiff.checkpoint import Checkpoints, has_checkpoints
 from maxdiff.config import Config, write_config
@@ -56,7 +56,7 @@ def train(config: Config) -> TrainState:
     config, accumulation = build.settle_batch(config, mesh)
     global_batch = config.batch.global_batch_size
     writes = jax.process_index() == 0  # the first of several processes does
-    source = build.open_training(config)
+    source = inputs.open_training(config)
 
     # Task: the networks, and the weights of those that are not trained. A run that goes on has them in pipeline/.
     goes_on = has_checkpoints(folder / "checkpoints")
@@ -88,23 +88,27 @@ def train(config: Config) -> TrainState:
             return state
 
         # Data: from this step on, whatever came before.
-        plan, tokenizers = build.make_plan(config, build.batch_part(mesh)), list(task.tokenizers.values())
+        plan = inputs.with_buckets(config, inputs.make_plan(config, build.batch_part(mesh)), source)
+        if plan.buckets:
+            say("\n".join(plan.buckets.describe(global_batch)))
+        tokenizers = list(task.tokenizers.values())
         split = build.batch_sharding(mesh)
-        made = build.make_batches(config, source, tokenizers, plan, first)
+        made = inputs.make_batches(config, source, tokenizers, plan, first)
 
         peak = peak_flops(mesh.devices.flat[0])
         with (
             Metrics(folder if writes else None, global_batch=global_batch, devices=mesh.size, flops=task.flops,
                     peak_flops=peak, first=first, last=last) as metrics,
-            prefetch(made, functools.partial(build.place, split)) as inputs,
+            prefetch(made, functools.partial(build.place, split)) as batches,
         ):  # fmt: skip
             # Step: one program, compiled while the first batches are made.
             metrics.text("configuration", write_config(config))
             with metrics.untimed():
                 started = time.perf_counter()
                 step = build.make_step(config, layout, task, optimizer, abstract, accumulation)
-                batch = build.abstract_batch(plan, tokenizers, split, source)
-                step = step.lower(abstract, task.constants, batch, key).compile()
+                sizes = plan.buckets.shapes if plan.buckets else (None,)
+                shapes = [inputs.abstract_batch(plan, tokenizers, split, source, size) for size in sizes]
+                step = build.compile_step(step, abstract, task.constants, shapes, key)
                 say(f"compiled in {time.perf_counter() - started:.1f} s")
                 if first == 0:
                     judge(0, state, metrics)
@@ -114,12 +118,12 @@ def train(config: Config) -> TrainState:
             scalars, waited = None, 0.0
             for number in range(first + 1, last + 1):
                 profiler.step(number, scalars)
-                state, scalars = step(state, task.constants, next(inputs), key)
+                state, scalars = step(state, task.constants, next(batches), key)
                 judged = number == last or (config.output.eval_every > 0 and number % config.output.eval_every == 0)
                 if judged or number == first + 1 or number % config.output.log_period == 0:
                     values = {**jax.device_get(scalars), **build.current_rates(rates, number - 1)}
-                    metrics.log(number, values, inputs.seconds_waited - waited)
-                    waited = inputs.seconds_waited
+                    metrics.log(number, values, batches.seconds_waited - waited)
+                    waited = batches.seconds_waited
                 if number == last or due(number, global_batch, config.output.checkpoint_every):
                     checkpoints.save(number, state)
                 if number == last:

@@ -1,16 +1,27 @@
 """Buckets of aspect ratios: shapes, who belongs where, and which batch stands at a step."""
 
+import dataclasses
 import io
 import math
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from maxdiff import audit, inputs
+from maxdiff.config import Config, load_config
 from maxdiff.data.buckets import Buckets, assign, bucket_shapes, image_sizes, large_enough, make_buckets, ratio_error
+from maxdiff.data.pipeline import load_batch
 from maxdiff.data.sources import open_source
+from maxdiff.metrics import read_metrics
+from maxdiff.train import train
 from tests.data.test_sources import image, write_tar
+from tests.test_runs import TINY_TEXT, TINY_UNET, TINY_VAE
+
+pytestmark = pytest.mark.usefixtures("compiled_once")
+ROOT = Path(__file__).parent.parent.parent
 
 
 def test_shapes_hold_as_many_pixels_as_the_square():
@@ -44,7 +55,7 @@ def test_within_a_bucket_nothing_is_lost_or_repeated():
     """Wherever batches and epochs of batches end; and a batch has one bucket."""
     buckets, seen = plan(), {}
     for step in range(200):
-        shape, rows = buckets.at(7, step, 16)
+        shape, _, rows = buckets.at(7, step, 16)
         assert len(rows) == 16
         assert {buckets.shapes[b] for b in buckets.bucket[rows]} == {shape}
         seen.setdefault(shape, []).append((step, rows))
@@ -61,11 +72,11 @@ def test_within_a_bucket_nothing_is_lost_or_repeated():
 def test_an_epoch_of_a_bucket_is_a_permutation():
     buckets = Buckets(((8, 8), (16, 4)), np.repeat([0, 1], [64, 32]))
     for epoch in range(2):
-        drawn = np.concatenate([buckets.at(1, step, 8)[1] for step in range(12 * epoch, 12 * epoch + 12)])
+        drawn = np.concatenate([buckets.at(1, step, 8)[2] for step in range(12 * epoch, 12 * epoch + 12)])
         assert sorted(drawn) == list(range(96))
-    first, again = ([buckets.at(1, step, 8)[1].tolist() for step in range(12)] for _ in range(2))
+    first, again = ([buckets.at(1, step, 8)[2].tolist() for step in range(12)] for _ in range(2))
     assert first == again
-    assert first != [buckets.at(2, step, 8)[1].tolist() for step in range(12)]
+    assert first != [buckets.at(2, step, 8)[2].tolist() for step in range(12)]
 
 
 def test_sizes_are_read_once_and_upright(tmp_path: Path):
@@ -89,3 +100,80 @@ def test_only_buckets_with_images_are_made():
     assert len(buckets.shapes) == len(set(buckets.bucket.tolist())) == 3 or len(buckets.shapes) == 2
     assert 0 <= ratio_error(sizes, buckets) < 0.1
     assert len(buckets.describe(8)) == len(buckets.shapes)
+
+
+def tar_of_shapes(path: Path, count: int = 48) -> Path:
+    """Wide, square and tall images by turns."""
+    members = {}
+    for i in range(count):
+        file = io.BytesIO()
+        w, h = [(32, 20), (24, 24), (20, 32)][i % 3]
+        Image.fromarray(np.random.default_rng(i).integers(0, 255, (h, w, 3), np.uint8)).save(file, "PNG")
+        members |= {f"k{i:02d}.png": file.getvalue(), f"k{i:02d}.txt": f"caption {i}".encode()}
+    return write_tar(path, members)
+
+
+def bucketed(tar: Path, output: Path, *overrides: str) -> Config:
+    return load_config(ROOT / "configs" / "base.yml", [
+        "run_name=r", f"output_dir={output}", f"train_data_dir={tar}", f"dataset_save_location={output}", "resolution=16",
+        "activations_dtype=float32", "attention=dot_product", "data_workers=0", "max_train_steps=6", "log_period=1",
+        "learning_rate=1e-3", "per_device_batch_size=1", "aspect_ratio_buckets=true", "bucket_step=4", "bucket_max_ratio=1.7",
+        "use_ema=false", f"vae={TINY_VAE}", f"unet={TINY_UNET}", f"text_encoder={TINY_TEXT}", *overrides,
+    ])  # fmt: skip
+
+
+def test_training_in_buckets_and_a_restart_in_the_middle(tmp_path: Path, capsys: pytest.CaptureFixture):
+    """Each step has one shape, and a run that goes on makes the steps of one that was never stopped."""
+    tar = tar_of_shapes(tmp_path / "a.tar")
+    train(bucketed(tar, tmp_path / "whole"))
+    said = capsys.readouterr().out
+    assert re.search(r"bucket 12x20 \(height x width\): 16 examples, 2 batches an epoch\nbucket 16x16 ", said)
+    train(bucketed(tar, tmp_path / "parts", "max_train_steps=3"))
+    train(bucketed(tar, tmp_path / "parts"))
+    losses = [
+        [record["loss"] for record in read_metrics(tmp_path / name / "r") if "loss" in record] for name in ("whole", "parts")
+    ]
+    assert len(losses[0]) == 6
+    assert losses[0] == losses[1]
+    shapes, indexes = set(), []
+    config = load_config(tmp_path / "whole" / "r" / "config.yml")
+    source = inputs.open_training(config)
+    plan = inputs.with_buckets(config, inputs.make_plan(config), source)
+    for step in range(6):
+        made, _ = load_batch(source, [], plan, step)
+        shapes.add(made["image"].shape[1:3])
+        indexes += made["index"].tolist()
+        lines = list(audit.audit(config, step + 1))[2:]
+        assert [int(line.split("\t")[2]) for line in lines] == made["index"].tolist()
+    assert shapes == {(12, 20), (16, 16), (20, 12)}
+    assert sorted(indexes) == list(range(48))  # an epoch: 16 of each, in batches of 8
+    for count in (2, 4):
+        parts = [dataclasses.replace(plan, process_index=i, process_count=count) for i in range(count)]
+        again = [load_batch(source, [], part, step)[0]["index"] for step in range(6) for part in parts]
+        assert np.concatenate(again).tolist() == indexes
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["bucket_step=10"], "bucket_step=10 does not divide resolution=16"),
+        (["bucket_step=8", "resolution=20"], "bucket_step=8 does not divide resolution=20"),
+        (["shuffle_block=8"], "aspect_ratio_buckets=True is not supported with data_mix or shuffle_block"),
+        (
+            ["cache_latents_text_encoder_outputs=true"],
+            "aspect_ratio_buckets=True cannot be encoded: what is encoded are squares",
+        ),
+        (["minimum_size=40"], "minimum_size=40 keeps no image of "),
+    ],
+)
+def test_mistakes_are_told(tmp_path: Path, overrides: list[str], message: str):
+    tar = tar_of_shapes(tmp_path / "a.tar", 9)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        train(bucketed(tar, tmp_path, *overrides))
+
+
+def test_small_images_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture):
+    config = bucketed(tar_of_shapes(tmp_path / "a.tar"), tmp_path, "minimum_size=21")
+    source = inputs.open_training(config)
+    assert len(source) == 16
+    assert "minimum_size=21 keeps 16 of 48 images of " in capsys.readouterr().out

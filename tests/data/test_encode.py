@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from maxdiff import audit, build
+from maxdiff import audit, build, inputs
 from maxdiff.config import Config, load_config
 from maxdiff.data import encode as encoding
 from maxdiff.data.encoded import EncodedSource, shard_name
@@ -18,6 +18,7 @@ from maxdiff.train import train
 from tests.test_keys import write_tar
 from tests.test_runs import TINY_TEXT, TINY_UNET, TINY_VAE
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
 ROOT = Path(__file__).parent.parent.parent
 EXAMPLES = 40
 
@@ -49,7 +50,7 @@ def configuration(tar: Path, output: Path, *overrides: str) -> Config:
 
 def encode(config: Config, folder: Path) -> EncodedSource:
     task = make_task(config, build.layout_of(config), None)
-    encoding.encode(config, task, build.open_examples(config, "train_data_dir"), folder)
+    encoding.encode(config, task, inputs.open_examples(config, "train_data_dir"), folder)
     return EncodedSource(folder)
 
 

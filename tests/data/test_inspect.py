@@ -30,8 +30,8 @@ def test_what_training_will_see_is_told_and_shown(tmp_path: Path, capsys: pytest
     assert re.search(r"read and decoded at \d+ examples/s", said)
     assert "shorter side, pixels: 8 in the middle, 8 to 8 for 90%, 8 to 8 for all" in said
     assert "width / height: 1.12 in the middle" in said
-    assert "enlarged to resolution=8: 0 of 20 (0.0%)" in said
-    assert "cut off by the square crop: 11% of the pixels" in said
+    assert "enlarged: 0 of 20 (0.0%)" in said
+    assert "cut off by the crop: 11% of the pixels" in said
     assert "captions cut at 77 tokens: 1 of 20 (5.0%)" in said
     assert "captions without a word: 1 of 20 (5.0%)" in said
     assert "bad examples, replaced by the next: 1 of 20 (5.0%)" in said

@@ -70,8 +70,8 @@ class Buckets:
     shapes: tuple[Size, ...]
     bucket: np.ndarray
 
-    def at(self, seed: int, step: int, global_batch: int) -> tuple[Size, np.ndarray]:
-        """The shape of a step's batch, and its examples, int64 [global_batch].
+    def at(self, seed: int, step: int, global_batch: int) -> tuple[Size, np.ndarray, np.ndarray]:
+        """The shape of a step's batch, and its examples: (epoch of its bucket, index), int64 [global_batch] each.
 
         An epoch has round(n / global_batch) batches of a bucket of n examples, and at least one, in an order drawn from
         the seed. Within each bucket examples follow each other in an order of their own, of which none is lost or
@@ -85,7 +85,8 @@ class Buckets:
         batch = epoch * int(counts[number]) + slot - int(ends[number] - counts[number])
         positions = batch * global_batch + np.arange(global_batch, dtype=np.int64)
         rows = self._rows[number]
-        return self.shapes[number], rows[example_index(seed, len(rows), positions)[1]]
+        epochs, own = example_index(seed, len(rows), positions)
+        return self.shapes[number], epochs, rows[own].astype(np.int64)
 
     def describe(self, global_batch: int) -> list[str]:
         """A line for each bucket."""

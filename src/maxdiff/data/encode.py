@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from maxdiff import build, command
+from maxdiff import build, command, inputs
 from maxdiff.checkpoint import checksums
 from maxdiff.conditioning import encode_text
 from maxdiff.config import Config
@@ -49,8 +49,8 @@ from maxdiff.processes import say, start, wait_for_all
 from maxdiff.task import Task, make_task
 
 # What of the configuration decides what an example's pixels and caption are.
-DECIDES = ("resolution", "center_crop", "caption_column", "caption_mode", "caption_separator", "caption_prefix", "keep_tags",
-           "filters")  # fmt: skip
+DECIDES = ("resolution", "minimum_size", "center_crop", "caption_column", "caption_mode", "caption_separator",
+           "caption_prefix", "keep_tags", "filters")  # fmt: skip
 THREADS = 32
 
 
@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
         start(config.run)
         build.require(config, "train_data_dir", "encoded_dir")
         build.use_cache(config)
-        source = build.open_examples(config, "train_data_dir")
+        source = inputs.open_examples(config, "train_data_dir")
         task = make_task(config, build.layout_of(config), None)
         encode(config, task, source, Path(config.data.encoded_dir).expanduser())
 
@@ -83,7 +83,7 @@ def settle(config: Config, task: Task, source: Any) -> tuple[Any, Task]:
     check_trains(config)
     origin = None
     if source.path and Path(source.path).exists() and source.path != config.data.train_data_dir:
-        origin = build.open_path(config, source.path).fingerprint()
+        origin = inputs.open_path(config, source.path).fingerprint()
     wanted = made_of(config, task, origin or source.made_of["source"])
     if not config.data.random_flip:
         wanted["mirrored images"] = source.made_of["mirrored images"]  # which may be there, and are not used
@@ -123,12 +123,12 @@ def encode(config: Config, task: Task, source: Source, folder: Path) -> Pace:
     at_once = config.batch.per_device_batch_size * len(jax.local_devices())
     program = jax.jit(encoder(task, jnp.dtype(config.data.encoded_dtype)), out_shardings=sharding)
     batches = _batches(config, task, source, missing, at_once)
-    with prefetch(batches, lambda batch: (batch[0], batch[1], jax.device_put(batch[2], sharding))) as inputs:
+    with prefetch(batches, lambda batch: (batch[0], batch[1], jax.device_put(batch[2], sharding))) as ready:
         for number in missing:
             parts: list[dict[str, np.ndarray]] = []
             loaded: list[Loaded] = []
             while len(loaded) < rows([number]):
-                examples, sizes, images = next(inputs)
+                examples, sizes, images = next(ready)
                 parts.append({**_fetch(program(weights, images), len(examples)), **sizes})
                 loaded += examples
                 pace.step(len(examples))
@@ -166,7 +166,7 @@ def check_encodes(config: Config) -> None:
     check_trains(config)
     if not data.center_crop:
         raise ValueError("center_crop=False cannot be encoded: every time another crop is trained on; allowed: true")
-    if data.caption_mode == "choose" and len(build.caption_columns(config).names) > 1:
+    if data.caption_mode == "choose" and len(inputs.caption_columns(config).names) > 1:
         raise ValueError(f"caption_mode='choose' of caption_column={data.caption_column!r} cannot be encoded: every time "
                          "another is trained on; allowed: one column, or caption_mode=join")  # fmt: skip
 
@@ -176,6 +176,8 @@ def check_trains(config: Config) -> None:
     for key, off in (("shuffle_tags", False), ("tag_dropout", 0.0)):
         if (value := getattr(config.data, key)) != off:
             raise ValueError(f"{key}={value!r} cannot be encoded: every time another caption is trained on; allowed: {off}")
+    if config.data.aspect_ratio_buckets:
+        raise ValueError("aspect_ratio_buckets=True cannot be encoded: what is encoded are squares; allowed: false")
     for key in ("train_text_encoder", "train_vae"):
         if getattr(config.model, key):
             raise ValueError(f"{key}=True cannot be trained from what it has encoded before; allowed: false, or images")
@@ -184,7 +186,7 @@ def check_trains(config: Config) -> None:
 def made_of(config: Config, task: Task, source: str) -> dict[str, Any]:
     """What decides an encoding's contents, name -> value: source, transform, weights."""
     data = {key: getattr(config.data, key) for key in DECIDES}
-    labels = build.caption_columns(config).labels
+    labels = inputs.caption_columns(config).labels
     weights = {f"weights of {name}": _fingerprint(task.constants["frozen"][name]) for name in task.constants["frozen"]}
     return {
         "source": source, **data, "idx_to_prompt": _hash(labels) if labels else "", "mirrored images": config.data.random_flip,
@@ -233,7 +235,7 @@ def _batches(
     Raises:
         ValueError: past max_bad_fraction; bad examples are replaced as in training.
     """
-    plan = build.make_plan(config)
+    plan = inputs.make_plan(config)
     seen, bad = 0, 0
     with ThreadPoolExecutor(THREADS, "maxdiff-encode") as pool:
         for shard in shards:

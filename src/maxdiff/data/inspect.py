@@ -15,9 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw, ImageFont, ImageOps
 
-from maxdiff import build, command
+from maxdiff import build, command, inputs
 from maxdiff.config import Config
 from maxdiff.data.encoded import EncodedSource
 from maxdiff.data.examples import BadExample
@@ -53,7 +53,7 @@ def inspect(config: Config, examples: int) -> Iterator[str]:
     Raises:
         ValueError, OSError: for data that training would refuse.
     """
-    source = build.open_training(config)
+    source = inputs.open_training(config)
     if isinstance(source, EncodedSource):
         yield f"{len(source)} examples, encoded in {source.folder} from {source.path}"
         yield from (f"  {name}: {value!r}" for name, value in source.made_of.items())
@@ -64,12 +64,15 @@ def inspect(config: Config, examples: int) -> Iterator[str]:
     yield f"{len(source)} examples in {where}; looking at {count} of them, in training's order"
     started = time.perf_counter()
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        plan = build.make_plan(config)
-        wanted = examples_at(source, plan.seed, np.arange(count), plan.shuffle_block)[1]
-        loaded = list(pool.map(lambda i: load_example(source, plan, i, int(wanted[i])), range(count)))
+        plan = inputs.with_buckets(config, inputs.make_plan(config), source)
+        wanted = examples_at(source, plan.seed, np.arange(count), plan.shuffle_block)[1].tolist()
+        size = lambda index: plan.buckets.shapes[plan.buckets.bucket[index]] if plan.buckets else None
+        loaded = list(pool.map(lambda i: load_example(source, plan, i, wanted[i], size(wanted[i])), range(count)))
     rate = count / (time.perf_counter() - started)
     yield f"read and decoded at {rate:.0f} examples/s by {os.cpu_count()} threads"
-    yield from _sizes(loaded, config.data.resolution)
+    yield from _sizes(loaded)
+    if plan.buckets:
+        yield from plan.buckets.describe(config.batch.global_batch_size or config.batch.per_device_batch_size)
     yield from _captions([example.caption for example in loaded], published_tokenizer())
     yield from _bad([error for example in loaded for error in example.bad], count)
     path = Path(config.run.output_dir or ".").expanduser() / "inspect.png"
@@ -83,21 +86,21 @@ def sheet(loaded: Sequence[Loaded]) -> np.ndarray:
     tiles = []
     for example in loaded:
         tile = Image.new("RGB", (SIDE, SIDE + 14 * LINES + 4), "white")
-        tile.paste(Image.fromarray(example.picture.image).resize((SIDE, SIDE), Image.Resampling.LANCZOS))
+        tile.paste(ImageOps.contain(Image.fromarray(example.picture.image), (SIDE, SIDE), Image.Resampling.LANCZOS))
         lines = textwrap.wrap(example.caption, 29, max_lines=LINES, placeholder=" ...") or ["(no caption)"]
         ImageDraw.Draw(tile).multiline_text((2, SIDE + 2), "\n".join(lines), "black", font, spacing=2)
         tiles.append(np.asarray(tile))
     return grid(np.stack(tiles))
 
 
-def _sizes(loaded: Sequence[Loaded], resolution: int) -> Iterator[str]:
+def _sizes(loaded: Sequence[Loaded]) -> Iterator[str]:
     sizes = np.array([example.picture.original_size for example in loaded])
-    short = sizes.min(1)
-    yield _spread("shorter side, pixels", short)
+    trained = np.array([example.picture.image.shape[:2] for example in loaded])
+    yield _spread("shorter side, pixels", sizes.min(1))
     yield _spread("width / height", sizes[:, 1] / sizes[:, 0], "{:.2f}")
-    yield f"enlarged to resolution={resolution}: {_share(short < resolution)}"
-    lost = 1 - short**2 / sizes.prod(1)
-    yield f"cut off by the square crop: {100 * lost.mean():.0f}% of the pixels"
+    scale = trained / sizes
+    yield f"enlarged: {_share(scale.max(1) > 1)}"
+    yield f"cut off by the crop: {100 * (1 - (scale.min(1) / scale.max(1)).mean()):.0f}% of the pixels"
 
 
 def _captions(captions: Sequence[str], tokenizer: CLIPTokenizer) -> Iterator[str]:

@@ -17,12 +17,13 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from maxdiff.data.buckets import Buckets
 from maxdiff.data.captions import CaptionPlan
 from maxdiff.data.encoded import MOMENTS, EncodedSource
 from maxdiff.data.examples import BadExample, Source
 from maxdiff.data.mixed import examples_at, siblings
 from maxdiff.data.order import batch_positions, host_slice
-from maxdiff.data.transforms import CAPTION, CROP_AND_FLIP, Picture, make_picture, random_words
+from maxdiff.data.transforms import CAPTION, CROP_AND_FLIP, Picture, Size, make_picture, random_words
 from maxdiff.data.workers import worker_batches
 
 logger = logging.getLogger(__name__)
@@ -51,6 +52,7 @@ class BatchPlan:
         process_index: this process, which makes its slice of each global batch.
         process_count: how many processes share a batch.
         flip: all images mirrored, or none; None leaves it to random_flip.
+        buckets: of aspect ratios, one of which each batch is made of; None: all images are squares.
         shuffle_block: examples that are drawn near each other, see `order.example_index`; 0 for none.
     """
 
@@ -64,6 +66,7 @@ class BatchPlan:
     process_count: int = 1
     flip: bool | None = None
     shuffle_block: int = 0
+    buckets: Buckets | None = None
 
     @property
     def rows(self) -> slice:
@@ -78,7 +81,7 @@ def load_batch(
 
     Returns:
         (batch, bad), where batch holds for the b examples of this process
-            image: uint8 [b resolution resolution 3].
+            image: uint8 [b resolution resolution 3], or of the step's bucket [b height width 3].
             input_ids, input_ids_2: int32 [b 77], as many as there are tokenizers.
             position: int32 [b], the row of the global batch.
             index: int64 [b], the example within the source.
@@ -91,10 +94,11 @@ def load_batch(
     """
     rows = np.arange(plan.global_batch)[plan.rows]
     positions = batch_positions(step, plan.global_batch)[plan.rows]
-    _, wanted = examples_at(source, plan.seed, positions, plan.shuffle_block)
+    size, _, indexes = step_examples(source, plan, step)
+    wanted = indexes[plan.rows]
     if isinstance(source, EncodedSource):
         return _load_encoded(source, plan, rows, positions, wanted)
-    load = lambda position, index: load_example(source, plan, int(position), int(index))
+    load = lambda position, index: load_example(source, plan, int(position), int(index), size)
     loaded = list((pool.map if pool else map)(load, positions, wanted))
     pictures = [example.picture for example in loaded]
     batch = {
@@ -107,6 +111,14 @@ def load_batch(
     for name, tokenizer in zip(TOKEN_NAMES, tokenizers, strict=False):
         batch[name] = tokenizer([example.caption for example in loaded])
     return batch, [error for example in loaded for error in example.bad]
+
+
+def step_examples(source: Source | EncodedSource, plan: BatchPlan, step: int) -> tuple[Size, np.ndarray, np.ndarray]:
+    """What a step's global batch is made of: its images' (height, width), and (epoch, index) int64 [global_batch] each."""
+    if plan.buckets is not None:
+        return plan.buckets.at(plan.seed, step, plan.global_batch)
+    positions = batch_positions(step, plan.global_batch)
+    return (plan.resolution, plan.resolution), *examples_at(source, plan.seed, positions, plan.shuffle_block)
 
 
 def _load_encoded(
@@ -145,8 +157,8 @@ class Loaded:
     bad: list[BadExample]
 
 
-def load_example(source: Source, plan: BatchPlan, position: int, index: int) -> Loaded:
-    """The example at `index`, or another in the place of a bad one, see `_instead`."""
+def load_example(source: Source, plan: BatchPlan, position: int, index: int, size: Size | None = None) -> Loaded:
+    """The example at `index`, or another in the place of a bad one, see `_instead`; of this size, else plan.resolution."""
     words = random_words(plan.seed, position, CROP_AND_FLIP)
     random_flip = plan.random_flip if plan.flip is None else True
     if plan.flip is not None:
@@ -156,7 +168,7 @@ def load_example(source: Source, plan: BatchPlan, position: int, index: int) -> 
     while True:
         try:
             example = source[index]
-            picture = make_picture(example.image, example.key, words, plan.resolution, plan.center_crop, random_flip)
+            picture = make_picture(example.image, example.key, words, size or plan.resolution, plan.center_crop, random_flip)
             caption = plan.captions.caption(example.texts, random_words(plan.seed, position, CAPTION))
             return Loaded(index, example.key, picture, caption, bad)
         except BadExample as error:
