@@ -140,3 +140,8 @@ def test_many_tars_are_indexed_at_once(tmp_path: Path):
     (tmp_path / "13.tar").write_bytes(b"no tar")
     with pytest.raises(ValueError, match=r"13.tar of 6 bytes is truncated"):
         open_source(str(tmp_path / "*.tar"))
+
+
+def test_sums_of_headers_are_exact():
+    for header in (bytes(512), b"\xff" * 512, bytes(range(256)) * 2, os.urandom(512)):
+        assert tar_headers._sum(header) == sum(header)

@@ -3,6 +3,7 @@
 import os
 import re
 import tarfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -55,7 +56,7 @@ def _plain(tar: Path) -> Iterator[tuple[str, int, int]]:
                     return
                 raise NotPlain
             name, length, checksum, kind, prefix = match.groups()
-            if sum(header) - sum(header[148:156]) + 256 != int(checksum, 8):  # the checksum counts as eight spaces
+            if _sum(header) - sum(header[148:156]) + 256 != int(checksum, 8):  # the checksum counts as eight spaces
                 raise NotPlain
             at += BLOCK
             if kind == b"5":
@@ -66,6 +67,11 @@ def _plain(tar: Path) -> Iterator[tuple[str, int, int]]:
             name, prefix = name.partition(b"\0")[0], prefix.partition(b"\0")[0]
             yield (prefix + b"/" + name if prefix else name).decode("utf-8", "surrogateescape"), at, length
             at += -(-length // BLOCK) * BLOCK
+
+
+def _sum(header: bytes) -> int:
+    """The sum of 512 bytes, quickly: the low half of Adler-32 is 1 + the sum modulo 65521, which 256 bytes cannot reach."""
+    return (zlib.adler32(header[:256]) & 0xFFFF) + (zlib.adler32(header[256:]) & 0xFFFF) - 2
 
 
 def _any(tar: Path) -> Iterator[tuple[str, int, int]]:
