@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import json
 import math
 import re
 from pathlib import Path
@@ -18,7 +19,7 @@ from maxdiff.data.sources import open_source
 from maxdiff.metrics import read_metrics
 from maxdiff.train import train
 from tests.data.test_sources import image, write_tar
-from tests.test_runs import TINY_TEXT, TINY_UNET, TINY_VAE
+from tests.test_keys import BLOCK
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 ROOT = Path(__file__).parent.parent.parent
@@ -118,7 +119,7 @@ def bucketed(tar: Path, output: Path, *overrides: str) -> Config:
         "run_name=r", f"output_dir={output}", f"train_data_dir={tar}", f"dataset_save_location={output}", "resolution=16",
         "activations_dtype=float32", "attention=dot_product", "data_workers=0", "max_train_steps=6", "log_period=1",
         "learning_rate=1e-3", "per_device_batch_size=1", "aspect_ratio_buckets=true", "bucket_step=4", "bucket_max_ratio=1.7",
-        "use_ema=false", f"vae={TINY_VAE}", f"unet={TINY_UNET}", f"text_encoder={TINY_TEXT}", *overrides,
+        "use_ema=false", f"vae={json.dumps(BLOCK)}", "train_vae=true", *overrides,
     ])  # fmt: skip
 
 

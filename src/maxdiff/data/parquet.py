@@ -6,13 +6,13 @@ images or so, and `shuffle_block`, keep what is read near what is used.
 
 import hashlib
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from maxdiff.data.examples import Columns, Example
+from maxdiff.data.progress import in_threads
 from maxdiff.data.rows import Recent, check_columns, image_bytes, optional
 
 # Of decoded row groups, in each process that reads.
@@ -35,8 +35,7 @@ class ParquetSource:
     def __init__(self, paths: Sequence[Path], columns: Columns, image_column: str):
         optional("pyarrow.parquet", "parquet", str(paths[0]))
         self._paths, self._columns, self._image = list(paths), columns, image_column
-        with ThreadPoolExecutor(FOOTER_THREADS) as pool:
-            self._footers = list(pool.map(self._footer, self._paths))
+        self._footers = in_threads(self._footer, self._paths, FOOTER_THREADS)
         groups = [(file, group) for file, footer in enumerate(self._footers) for group in range(len(footer.rows))]
         self._groups = np.array(groups, np.int64)
         self._ends = np.cumsum([rows for footer in self._footers for rows in footer.rows])

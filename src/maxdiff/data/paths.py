@@ -55,7 +55,7 @@ def each_once(pattern: str, names: list[str], find: Callable[[str], list[str]]) 
         if not more:
             other = f" (of path={pattern!r})" if name != pattern else ""
             raise FileNotFoundError(f"nothing matches {name}{other}: a path names a folder of images, or one or more tars, "
-                                    "parquet files, tables or ArrayRecord files")  # fmt: skip
+                                    "parquet files, tables, ArrayRecord files (on the hub: dataset_type=hf)")  # fmt: skip
         found += more
     if len(set(found)) < len(found):
         raise ValueError(f"path={pattern!r} names {max(found, key=found.count)} more than once")

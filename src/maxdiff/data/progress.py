@@ -1,8 +1,14 @@
-"""Lines on stderr about what takes long."""
+"""What takes long: in several threads, with lines on stderr about how far it is."""
 
 import sys
 import threading
 import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import TypeVar
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 # Seconds before the first line, and between two.
 FIRST, EVERY = 5.0, 10.0
@@ -28,3 +34,24 @@ class Progress:
                 rate = f", {self._bytes / 1e9:.1f} GB" if self._bytes else ""
                 print(f"{self._what}: {self._files} of {self._total} files{rate}, {now - self._start:.0f} s", file=sys.stderr,
                       flush=True)  # fmt: skip
+
+
+def in_threads(
+    function: Callable[[T], R], items: Sequence[T], threads: int, failed: Callable[[], object] = lambda: None
+) -> list[R]:
+    """`function` of each item, in their order, by several threads.
+
+    If one raises, no other is begun, `failed` is called, and what was raised is raised here.
+    """
+    if len(items) == 1:
+        return [function(items[0])]
+    with ThreadPoolExecutor(threads) as pool:
+        running = [pool.submit(function, item) for item in items]
+        try:
+            for future in as_completed(running):
+                future.result()
+        except BaseException:
+            failed()
+            pool.shutdown(cancel_futures=True)
+            raise
+    return [future.result() for future in running]

@@ -15,11 +15,10 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from maxdiff.data.paths import check_names, each_once, expand_braces, kind_of
-from maxdiff.data.progress import Progress
+from maxdiff.data.progress import Progress, in_threads
 from maxdiff.data.rows import optional
 from maxdiff.weights.tensors import write_atomically
 
@@ -71,7 +70,8 @@ def _copy_all(missing: list[tuple[str, Path]], end: bytes, progress: Progress) -
             raise ValueError("another file could not be copied")
         progress.add(size=size)
 
-    def copy(name: str, path: Path) -> None:
+    def copy(wanted: tuple[str, Path]) -> None:
+        name, path = wanted
         with contextlib.closing(_pipe(name.removeprefix(PIPE)) if name.startswith(PIPE) else _read(name)) as read:
             try:
                 write_atomically(path, _whole(read, name, end, count))
@@ -79,15 +79,7 @@ def _copy_all(missing: list[tuple[str, Path]], end: bytes, progress: Progress) -
                 raise ValueError(f"dataset_save_location={str(path.parent)!r} cannot be written to: {error}") from None
         progress.add(files=1)
 
-    with ThreadPoolExecutor(COPIED_AT_ONCE) as pool:
-        running = [pool.submit(copy, *pair) for pair in missing]
-        try:
-            for future in as_completed(running):
-                future.result()
-        except BaseException:
-            stop.set()
-            pool.shutdown(cancel_futures=True)
-            raise
+    in_threads(copy, missing, COPIED_AT_ONCE, failed=stop.set)
 
 
 def _copy_name(name: str, kind: str) -> str:

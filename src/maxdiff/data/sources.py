@@ -18,7 +18,7 @@ from maxdiff.data.hf import is_saved, open_hf
 from maxdiff.data.parquet import ParquetSource
 from maxdiff.data.paths import check_names, kind_of, local_names
 from maxdiff.data.remote import is_remote, local_copies
-from maxdiff.data.tar_index import open_index
+from maxdiff.data.tar_index import open_indexes
 from maxdiff.data.tars import TarSource
 from maxdiff.weights.tensors import write_atomically
 
@@ -99,7 +99,7 @@ def _open(path: str, columns: Columns, cache: Path | None, form: Format) -> Sour
             return open_tables(paths, columns, form.image_column)
         case "arrayrecord":
             return ArrayRecordSource(paths, columns, form.image_column)
-    return TarSource([open_index(tar, cache) for tar in paths], columns)
+    return TarSource(open_indexes(paths, cache), columns)
 
 
 class Subset:

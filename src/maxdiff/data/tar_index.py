@@ -10,16 +10,21 @@ import json
 import logging
 import tarfile
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
+from maxdiff.data.progress import Progress, in_threads
+from maxdiff.data.tar_headers import members
 from maxdiff.weights.tensors import write_atomically
 
 logger = logging.getLogger(__name__)
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
 VERSION = 2
+# Headers of as many tars are read at once: they may be far away.
+TARS_AT_ONCE = 16
 KEY_END, IMAGE, TEXT, JSON, CLASS, COLUMNS = 0, 1, 3, 5, 7, 9
 SUFFIXES = {TEXT: ".txt", JSON: ".json", CLASS: ".cls"}
 
@@ -57,6 +62,18 @@ class TarIndex:
     def fingerprint(self) -> str:
         """A hash of the examples' keys, and of where in the tar they lie."""
         return hashlib.sha256(np.ascontiguousarray(self._table).tobytes() + self._keys).hexdigest()
+
+
+def open_indexes(tars: Sequence[Path], cache_dir: Path | None = None) -> list[TarIndex]:
+    """The index of each tar, several made at once; raises as `open_index`."""
+    progress = Progress("opening tars", len(tars))
+
+    def open_one(tar: Path) -> TarIndex:
+        index = open_index(tar, cache_dir)
+        progress.add(files=1)
+        return index
+
+    return in_threads(open_one, tars, TARS_AT_ONCE)
 
 
 def open_index(tar: Path, cache_dir: Path | None = None) -> TarIndex:
@@ -126,14 +143,14 @@ def _read_index(path: Path, tar: Path, stamp: dict[str, int]) -> TarIndex | None
 def _build(tar: Path) -> TarIndex:
     groups = _members(tar)
     keys, table, end, without = [], [], 0, []
-    for key, members in groups.items():
-        if "image" not in members:
+    for key, found in groups.items():
+        if "image" not in found:
             without.append(key)
             continue
         keys.append(key.encode("utf-8", "surrogateescape"))
         end += len(keys[-1])
         none = (0, -1)
-        table.append([end, *members["image"], *(x for kind in ("txt", "json", "cls") for x in members.get(kind, none))])
+        table.append([end, *found["image"], *(x for kind in ("txt", "json", "cls") for x in found.get(kind, none))])
     if not table:
         raise ValueError(f"{tar} is an empty shard: none of its {len(groups)} keys has an image ({', '.join(IMAGE_SUFFIXES)})")
     if without:
@@ -145,30 +162,17 @@ def _build(tar: Path) -> TarIndex:
 def _members(tar: Path) -> dict[str, dict[str, tuple[int, int]]]:
     """key -> {"image" | "txt" | "json" | "cls": (offset, size)}, read from the members' headers alone."""
     groups: dict[str, dict[str, tuple[int, int]]] = {}
-    size = tar.stat().st_size
     try:
-        with tarfile.open(tar, "r:") as file:
-            for member in file:
-                file.members = []  # pyright: ignore[reportAttributeAccessIssue] # tarfile would keep them all
-                if not member.isreg() or member.issparse():
-                    continue
-                if member.offset_data + member.size > size:
-                    raise tarfile.ReadError(f"member {member.name} ends at byte {member.offset_data + member.size}")
-                _add(groups, tar, member)
-            end = file.offset
-        # A reader stops at the first block that is no header. Only zeros there mean that the tar was finished.
-        with tar.open("rb") as file:
-            file.seek(end)
-            if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
-                raise tarfile.ReadError(f"no member and no end of the archive at byte {end}")
+        for name, offset, size in members(tar):
+            _add(groups, tar, name, (offset, size))
     except tarfile.TarError as error:
-        raise ValueError(f"{tar} of {size} bytes is truncated or no uncompressed tar: {error}") from None
+        raise ValueError(f"{tar} of {tar.stat().st_size} bytes is truncated or no uncompressed tar: {error}") from None
     return groups
 
 
-def _add(groups: dict[str, dict[str, tuple[int, int]]], tar: Path, member: tarfile.TarInfo) -> None:
+def _add(groups: dict[str, dict[str, tuple[int, int]]], tar: Path, path: str, where: tuple[int, int]) -> None:
     """As WebDataset does it: the key is the path up to the first dot of the file's name."""
-    folder, slash, name = member.name.rpartition("/")
+    folder, slash, name = path.rpartition("/")
     stem, dot, suffix = name.partition(".")
     if not stem or not dot:
         return
@@ -178,6 +182,6 @@ def _add(groups: dict[str, dict[str, tuple[int, int]]], tar: Path, member: tarfi
         kind = None
     group = groups.setdefault(folder + slash + stem, {})
     if kind in group:
-        raise ValueError(f"{tar}: {folder + slash + stem} has two members of kind {kind}, the second {member.name}")
+        raise ValueError(f"{tar}: {folder + slash + stem} has two members of kind {kind}, the second {path}")
     if kind is not None:
-        group[kind] = (member.offset_data, member.size)
+        group[kind] = where
