@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from maxdiff import audit, export, generate
+from maxdiff import audit, export, generate, inputs
 from maxdiff.build import check_restart, find_checkpoint
 from maxdiff.checkpoint import Checkpoints
 from maxdiff.config import Config, load_config
@@ -266,3 +266,11 @@ def test_the_global_batch_stays_what_the_first_start_made_it(run: Path):
     config = load_config(ROOT / "configs" / "base.yml", ["run_name=r", f"output_dir={run.parent}", "per_device_batch_size=2"])
     with pytest.raises(ValueError, match="global_batch_size=8 is no multiple of per_device_batch_size=2 x 8 devices"):
         settle_batch(config, mesh_of(config))
+
+
+def test_a_run_whose_data_have_changed_says_so(tmp_path: Path, capsys: pytest.CaptureFixture):
+    """And not a run whose data have not."""
+    for path, changed in ((HELD_OUT, False), (HELD_OUT, False), (str(ROOT / "data" / "emoji" / "train-000000.tar"), True)):
+        inputs.check_data(tmp_path, inputs.open_examples(configuration(tmp_path, f"train_data_dir={path}"), "train_data_dir"))
+        said = capsys.readouterr().out
+        assert ("the training data have changed since the last start (165 examples then, " in said) == changed

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
 from maxdiff.config import Config
@@ -20,12 +21,33 @@ from maxdiff.data.pipeline import TOKEN_NAMES, BatchPlan, Tokenizer, batches, lo
 from maxdiff.data.sources import Format, Subset, open_source
 from maxdiff.data.transforms import Size
 from maxdiff.processes import say, wait_for_all
+from maxdiff.weights.tensors import write_atomically
 
 
 def open_training(config: Config) -> Source | EncodedSource:
     """What train_data_dir names: images, as `open_examples`, or encoded ones."""
     path = config.data.train_data_dir
     return EncodedSource(Path(path).expanduser()) if path and is_encoded(path) else open_examples(config, "train_data_dir")
+
+
+def check_data(folder: Path, source: Source | EncodedSource) -> None:
+    """Say it if a run's data are others than at its last start, and remember them.
+
+    Raises:
+        ValueError: if processes see different data: each would make batches of its own.
+    """
+    now = {"examples": len(source), "fingerprint": source.fingerprint()}
+    mine = np.frombuffer(bytes.fromhex(source.fingerprint()[:16]), np.uint32)
+    if jax.process_count() > 1 and (multihost_utils.process_allgather(mine) != mine).any():
+        raise ValueError("train_data_dir: processes see different data (allowed: the same on every host)")
+    if jax.process_index():
+        return
+    kept = folder / "data.json"
+    if kept.is_file() and (before := json.loads(kept.read_text())) != now:
+        counts = f"{before['examples']} examples then, {now['examples']} now"
+        say(f"the training data have changed since the last start ({counts}): each step from here on has other examples "
+            "than it would have had")  # fmt: skip
+    write_atomically(kept, [json.dumps(now).encode()])
 
 
 def open_examples(config: Config, key: str) -> Source:

@@ -64,6 +64,7 @@ def train(config: Config) -> TrainState:
         build.check_restart(config)
     task = make_task(config, layout, folder / "pipeline" if goes_on else None)
     source, task = settle(config, task, source)
+    inputs.check_data(folder, source)
     for name in task.trained:
         say("\n".join([f"{name}:", *layout.describe(task.networks[name])]))
     key = build.run_key(config, mesh)

@@ -131,6 +131,7 @@ def test_training_in_buckets_and_a_restart_in_the_middle(tmp_path: Path, capsys:
     assert re.search(r"bucket 12x20 \(height x width\): 16 examples, 2 batches an epoch\nbucket 16x16 ", said)
     train(bucketed(tar, tmp_path / "parts", "max_train_steps=3"))
     train(bucketed(tar, tmp_path / "parts"))
+    assert "data have changed" not in capsys.readouterr().out
     losses = [
         [record["loss"] for record in read_metrics(tmp_path / name / "r") if "loss" in record] for name in ("whole", "parts")
     ]

@@ -1,15 +1,17 @@
 """Captions by position, columns, classes and filters."""
 
 import json
+import pickle
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from maxdiff.data.buckets import image_sizes
 from maxdiff.data.captions import CaptionPlan
-from maxdiff.data.examples import BadExample, Columns, Filter
-from maxdiff.data.sources import open_source
+from maxdiff.data.examples import BadExample, Columns, Filter, LostExample
+from maxdiff.data.sources import filtered, open_source
 from maxdiff.data.transforms import CAPTION, random_words
 from tests.data.test_sources import image, write_tar
 
@@ -86,3 +88,32 @@ def test_a_fingerprint_is_of_the_examples(tmp_path: Path):
     same = open_source(write_tar(tmp_path / "moved" / "b.tar", {"a.png": image(0), "a.txt": b"x"}))
     other = open_source(write_tar(tmp_path / "c.tar", {"b.png": image(0), "b.txt": b"x"}))
     assert one.fingerprint() == same.fingerprint() != other.fingerprint()
+
+
+def test_a_fingerprint_is_of_the_texts_too(tmp_path: Path):
+    """Also where another caption has the same length, in a tar and in a folder with either kind of metadata."""
+    prints = {
+        open_source(write_tar(tmp_path / f"{text}.tar", {"a.png": image(0), "a.txt": text})).fingerprint()
+        for text in (b"x", b"y")
+    }
+    assert len(prints) == 2
+    (tmp_path / "f").mkdir()
+    (tmp_path / "f" / "a.png").write_bytes(image(0))
+    for text in "xy":
+        (tmp_path / "f" / "a.txt").write_text(text)
+        prints.add(open_source(tmp_path / "f").fingerprint())
+    for text in "xy":
+        (tmp_path / "f" / "metadata.jsonl").write_text(json.dumps({"file_name": "a.png", "text": text}))
+        prints.add(open_source(tmp_path / "f").fingerprint())
+    assert len(prints) == 6
+
+
+def test_what_cannot_be_read_is_not_taken_for_filtered_out(tmp_path: Path):
+    tar = write_tar(tmp_path / "a.tar", {"a.png": image(0), "a.json": b'{"text": "x", "n": 1}'})
+    source = pickle.loads(pickle.dumps(open_source(tar)))  # which has no file open
+    tar.rename(tmp_path / "gone")
+    with pytest.raises(LostExample, match="a.tar cannot be read"):
+        filtered(source, [Filter("n", "==1")], tmp_path)
+    with pytest.raises(LostExample, match="a.tar cannot be read"):
+        image_sizes(source, tmp_path)
+    assert not [*tmp_path.glob("*.rows"), *tmp_path.glob("*.sizes")]

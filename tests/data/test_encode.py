@@ -75,6 +75,8 @@ def test_training_is_that_from_images(tar: Path, encoded: Path, tmp_path: Path):
     np.testing.assert_allclose(losses(tmp_path / "cached"), from_images, rtol=1e-5)
     np.testing.assert_allclose(losses(tmp_path / "implicit"), from_images, rtol=1e-5)
     assert (tmp_path / "implicit" / "r" / "encoded" / "encoded.json").is_file()
+    train(configuration(tar, tmp_path / "implicit", "cache_latents_text_encoder_outputs=true", "max_train_steps=7"))
+    assert len(losses(tmp_path / "implicit")) == 7  # it went on from what was encoded
     audits = [list(audit.audit(load_config(tmp_path / name / "r" / "config.yml"), 6)) for name in ("images", "cached")]
     assert audits[0][1:] == audits[1][1:]
 
@@ -144,9 +146,10 @@ def test_what_cannot_be_encoded_once_is_refused(tar: Path, encoded: Path, tmp_pa
     [
         (["resolution=24"], "resolution: 16 is encoded, 24 is asked for"),
         (["caption_prefix=a photo of "], "caption_prefix: '' is encoded, 'a photo of ' is asked for"),
-        (["seed=1"], "weights of text_encoder: "),
+        (["seed=1"], "text_encoder, its weights: "),
         (["shuffle_tags=true"], "shuffle_tags=True cannot be encoded"),
         (["center_crop=false"], "center_crop: True is encoded, False is asked for"),
+        (["activations_dtype=bfloat16"], "activations_dtype: 'float32' is encoded, 'bfloat16' is asked for"),
     ],
 )
 def test_an_encoding_of_something_else_is_refused(encoded: Path, tmp_path: Path, overrides: list[str], message: str):
@@ -154,10 +157,11 @@ def test_an_encoding_of_something_else_is_refused(encoded: Path, tmp_path: Path,
         train(configuration(encoded, tmp_path, *overrides))
 
 
-def test_a_source_that_has_changed_is_noticed(tar: Path, tmp_path: Path):
+@pytest.mark.parametrize("pattern", ["mine.tar", "m*.tar"])
+def test_a_source_that_has_changed_is_noticed(tar: Path, tmp_path: Path, pattern: str):
     mine = tmp_path / "mine.tar"
     shutil.copy(tar, mine)
-    encode(configuration(mine, tmp_path, "random_flip=false"), tmp_path / "e")
+    encode(configuration(tmp_path / pattern, tmp_path, "random_flip=false"), tmp_path / "e")
     with pytest.raises(ValueError, match="mirrored images: False is encoded, True is asked for"):
         train(configuration(tmp_path / "e", tmp_path))
     write_tar(mine, np.random.default_rng(1), 12)
@@ -178,3 +182,11 @@ def test_the_command_line(tar: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert re.search(
         r"the first 8 examples after [\d.]+ s\n40 examples encoded, [\d.]+ examples/s after the first\nwrote ", said
     )
+
+
+def test_no_more_shards_are_open_than_may_be(encoded: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("maxdiff.data.encoded.MAX_OPEN", 2)
+    source = EncodedSource(encoded)
+    for i in (0, 20, 39, 1):
+        assert source[i]["mean"].shape == (8, 8, 4)
+        assert len(source._open) <= 2

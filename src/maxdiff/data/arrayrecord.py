@@ -48,7 +48,7 @@ class ArrayRecordSource:
 
     def fingerprint(self) -> str:
         """See `Source`: of each file's size and of its end, which says where its records lie."""
-        digest = hashlib.sha256(str(len(self)).encode())
+        digest = hashlib.sha256(f"{self._image} {len(self)} ".encode())
         for path in self._paths:
             with open(path, "rb") as file:
                 size = file.seek(0, 2)

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from maxdiff.data.examples import BadExample, Source
+from maxdiff.data.examples import BadExample, LostExample, Source
 from maxdiff.data.order import example_index
 from maxdiff.data.transforms import Size, upright_size
 from maxdiff.weights.tensors import write_atomically
@@ -90,10 +90,12 @@ class Buckets:
 
     def describe(self, global_batch: int) -> list[str]:
         """A line for each bucket."""
-        return [
-            f"bucket {h}x{w} (height x width): {n} examples, {max(1, round(n / global_batch))} batches an epoch"
-            for (h, w), n in zip(self.shapes, self._sizes.tolist(), strict=True)
-        ]
+        lines = []
+        for (h, w), n in zip(self.shapes, self._sizes.tolist(), strict=True):
+            often = f", each {global_batch / n:.1f} times" if n < global_batch else ""
+            batches = max(1, round(n / global_batch))
+            lines.append(f"bucket {h}x{w} (height x width): {n} examples, {batches} batches an epoch{often}")
+        return lines
 
     @cached_property
     def _rows(self) -> list[np.ndarray]:
@@ -116,14 +118,17 @@ def image_sizes(source: Source, cache_dir: Path | None = None) -> np.ndarray:
     """(height, width) of each image, upright, int32 [n 2]; 0 of one that cannot be read. What was found is kept in `cache_dir`.
 
     Each image's file is read once, and only its header decoded.
+
+    Raises:
+        LostExample: if a file cannot be read: what was found would be wrong another time.
     """
     kept = cache_dir / f"{source.fingerprint()[:16]}.sizes" if cache_dir else None
     if kept and kept.is_file() and kept.stat().st_size == 8 * len(source):
         return np.fromfile(kept, "<i4").reshape(-1, 2)
     chunks = [range(i, min(i + CHUNK, len(source))) for i in range(0, len(source), CHUNK)]
     with ThreadPoolExecutor(THREADS) as pool:
-        parts = list(pool.map(lambda chunk: [_size(source, i) for i in chunk], chunks))
-    sizes = np.array([size for part in parts for size in part], np.int32).reshape(-1, 2)
+        read = lambda chunk: np.array([_size(source, i) for i in chunk], np.int32)
+        sizes = np.concatenate(list(pool.map(read, chunks)))
     if kept:
         write_atomically(kept, [sizes.astype("<i4").tobytes()])
     return sizes
@@ -135,6 +140,8 @@ def _size(source: Source, i: int) -> Size:
         with Image.open(io.BytesIO(example.image)) as image:
             width, height = upright_size(image)
         return height, width
+    except LostExample:
+        raise
     except (BadExample, OSError, ValueError, SyntaxError, Image.DecompressionBombError):
         return 0, 0
 

@@ -42,15 +42,17 @@ from maxdiff.data.encoded import (
 from maxdiff.data.examples import Source
 from maxdiff.data.mixed import Mixed
 from maxdiff.data.pipeline import MIN_SEEN, TOKEN_NAMES, BatchPlan, Loaded, load_example, prefetch
+from maxdiff.data.remote import is_remote
 from maxdiff.losses import from_uint8
+from maxdiff.models.layers import Compute
 from maxdiff.models.network import Network, Params, flatten
 from maxdiff.pace import Pace
-from maxdiff.processes import say, start, wait_for_all
+from maxdiff.processes import check_shared, say, start, wait_for_all
 from maxdiff.task import Task, make_task
 
 # What of the configuration decides what an example's pixels and caption are.
 DECIDES = ("resolution", "minimum_size", "center_crop", "caption_column", "caption_mode", "caption_separator",
-           "caption_prefix", "keep_tags", "filters")  # fmt: skip
+           "caption_prefix", "filters", "image_column")  # fmt: skip
 THREADS = 32
 
 
@@ -81,10 +83,7 @@ def settle(config: Config, task: Task, source: Any) -> tuple[Any, Task]:
     if not isinstance(source, EncodedSource):
         return source, task
     check_trains(config)
-    origin = None
-    if source.path and Path(source.path).exists() and source.path != config.data.train_data_dir:
-        origin = inputs.open_path(config, source.path).fingerprint()
-    wanted = made_of(config, task, origin or source.made_of["source"])
+    wanted = made_of(config, task, _origin(config, source))
     if not config.data.random_flip:
         wanted["mirrored images"] = source.made_of["mirrored images"]  # which may be there, and are not used
     wanted["encoded_dtype"] = source.made_of["encoded_dtype"]
@@ -92,6 +91,19 @@ def settle(config: Config, task: Task, source: Any) -> tuple[Any, Task]:
         raise ValueError(f"{source.folder} is not what the configuration asks for: {'; '.join(reasons)}; allowed: what is "
                          "encoded, or to encode again")  # fmt: skip
     return source, task.from_encoded(source.empty, config.data.resolution)
+
+
+def _origin(config: Config, source: EncodedSource) -> str:
+    """The fingerprint of the images that were encoded, as they are now; if they are gone, or elsewhere, as they were."""
+    if not source.path or is_remote(source.path):
+        return source.made_of["source"]
+    form = {**source.form, "image_column": source.made_of["image_column"]}
+    try:
+        return inputs.open_path(
+            dataclasses.replace(config, data=dataclasses.replace(config.data, **form)), source.path
+        ).fingerprint()
+    except FileNotFoundError:
+        return source.made_of["source"]
 
 
 def encode(config: Config, task: Task, source: Source, folder: Path) -> Pace:
@@ -111,6 +123,13 @@ def encode(config: Config, task: Task, source: Source, folder: Path) -> Pace:
     if jax.process_index() == 0:
         begin(folder, contents)
     wait_for_all("encoding has begun")
+    folder.mkdir(parents=True, exist_ok=True)
+    check_shared(folder)
+    # Each process encodes for itself, on its own devices: what places activations on the run's mesh is left out.
+    alone = lambda network: network.with_compute(
+        dataclasses.replace(network.compute, constrain=Compute().constrain, gather=Compute().gather)
+    )
+    task = dataclasses.replace(task, networks={name: alone(network) for name, network in task.networks.items()})
     mesh = Mesh(np.array(jax.local_devices()), ("data",))
     sharding, weights = NamedSharding(mesh, PartitionSpec("data")), _here(task, mesh)
     if jax.process_index() == 0:
@@ -138,7 +157,8 @@ def encode(config: Config, task: Task, source: Source, folder: Path) -> Pace:
     wait_for_all("every shard is there")
     if jax.process_index() == 0:
         mix = source.mix if isinstance(source, Mixed) else None
-        finish(folder, contents, config.data.train_data_dir, len(source), mix)
+        form = {key: getattr(config.data, key) for key in ("dataset_type", "train_split")}
+        finish(folder, contents, len(source), path=config.data.train_data_dir, form=form, mix=mix)
         say(f"wrote {folder}")
     wait_for_all("encoded")
     return pace
@@ -187,8 +207,14 @@ def made_of(config: Config, task: Task, source: str) -> dict[str, Any]:
     """What decides an encoding's contents, name -> value: source, transform, weights."""
     data = {key: getattr(config.data, key) for key in DECIDES}
     labels = inputs.caption_columns(config).labels
-    weights = {f"weights of {name}": _fingerprint(task.constants["frozen"][name]) for name in task.constants["frozen"]}
+    frozen = task.constants["frozen"]
+    networks = {name: _hash(task.networks[name].config.to_dict()) for name in frozen}
+    weights = {f"{name}, its weights": _fingerprint(frozen[name]) for name in frozen}
+    words = {
+        name: _hash([tokenizer.vocab, tokenizer.merges, tokenizer.pad_token]) for name, tokenizer in task.tokenizers.items()
+    }
     return {
+        **networks, **words, "activations_dtype": config.model.activations_dtype, "precision": config.model.precision,
         "source": source, **data, "idx_to_prompt": _hash(labels) if labels else "", "mirrored images": config.data.random_flip,
         "encoded_dtype": config.data.encoded_dtype, **weights,
     }  # fmt: skip

@@ -6,7 +6,9 @@ crop int32 [n 2]; a crc32 of each row's bytes; keys and captions as JSON. empty.
 encoding.json says what all of it was made of and is written first, encoded.json what there is, and is written last.
 """
 
+import hashlib
 import json
+import threading
 import zlib
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -21,6 +23,7 @@ from maxdiff.weights.tensors import Tensor, open_tensors, write_atomically, writ
 BEGUN, FINISHED, EMPTY = "encoding.json", "encoded.json", "empty.safetensors"
 VERSION = 1
 ROWS = 1024  # examples of a shard
+MAX_OPEN = 256  # shards, well below the usual limit of 1,024 files a process
 MOMENTS, TEXTS, SIZES = ("mean", "logvar"), ("states", "pooled"), ("original_size", "crop")
 CHECKSUM, NAMES = "crc32", "names"
 
@@ -34,6 +37,7 @@ class EncodedSource:
         folder: where it lies.
         made_of: what decides its contents, name -> value.
         path: where the images were; "" for several places.
+        form: dataset_type and train_split that they were opened with.
         mix: of several sources, how many examples each has and how often each is drawn; else None.
 
     Raises:
@@ -49,6 +53,7 @@ class EncodedSource:
             raise ValueError(f"{folder} was encoded by another version of MaxDiff: encode it again")
         self.made_of: dict[str, Any] = manifest["made_of"]
         self.path: str = manifest["path"]
+        self.form: dict[str, str] = manifest["form"]
         self.mix: tuple[list[int], list[int]] | None = manifest["mix"]
         self._examples: int = manifest["examples"]
         self._shards: list[int] = manifest["bytes"]
@@ -79,6 +84,10 @@ class EncodedSource:
         """The text of no words: states [1 77 d] and, for SDXL, pooled [1 p]."""
         return {name: np.array(tensor.read()) for name, tensor in open_tensors(self.folder / EMPTY).items()}
 
+    def fingerprint(self) -> str:
+        """A hash of what it is made of."""
+        return hashlib.sha256(json.dumps([self.made_of, self.mix], sort_keys=True).encode()).hexdigest()
+
     def shapes(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
         """Shape and dtype of each array of an example."""
         shard, _ = self._shard(0)
@@ -88,17 +97,26 @@ class EncodedSource:
         if not 0 <= i < len(self):
             raise IndexError(i)
         number, row = divmod(i, ROWS)
-        if number not in self._open:
-            self._open[number] = open_tensors(self.folder / shard_name(number))
-        return self._open[number], row
+        shard = self._open.get(number)
+        if shard is None:
+            shard = open_tensors(self.folder / shard_name(number))
+            with self._lock:
+                self._open[number] = shard
+                while len(self._open) > MAX_OPEN:
+                    del self._open[next(iter(self._open))]
+        return shard, row
 
     @cached_property
     def _open(self) -> dict[int, dict[str, Tensor]]:
-        """Shards, mapped into memory when they are first read."""
+        """The shards opened last, mapped into memory; each takes one of the files that a process may have open."""
         return {}
 
+    @cached_property
+    def _lock(self) -> threading.Lock:
+        return threading.Lock()
+
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_open"}
+        return {name: value for name, value in vars(self).items() if name not in ("_open", "_lock")}
 
 
 def is_encoded(path: str | Path) -> bool:
@@ -153,11 +171,10 @@ def begin(folder: Path, made_of: Mapping[str, Any]) -> None:
     write_json(folder / BEGUN, {"made_of": made_of})
 
 
-def finish(folder: Path, made_of: Mapping[str, Any], path: str, examples: int, mix: Any = None) -> None:
-    """Say that every shard is there; see EncodedSource for `path` and `mix`."""
+def finish(folder: Path, made_of: Mapping[str, Any], examples: int, **origin: Any) -> None:
+    """Say that every shard is there; `origin` is the path, form and mix of EncodedSource."""
     sizes = [(folder / shard_name(number)).stat().st_size for number in range(-(-examples // ROWS))]
-    found = {"made_of": made_of, "path": path, "examples": examples, "bytes": sizes, "mix": mix}
-    write_json(folder / FINISHED, {"version": VERSION, **found})
+    write_json(folder / FINISHED, {"version": VERSION, "made_of": made_of, "examples": examples, "bytes": sizes, **origin})
 
 
 def differences(there: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:

@@ -35,6 +35,10 @@ class BadExample(ValueError):
         return f"{self.key}: {self.reason}"
 
 
+class LostExample(BadExample):
+    """An example that could not be read this time: its file is lost or cut, or elsewhere and out of reach."""
+
+
 class Source(Protocol):
     """What a pipeline asks of a source. It may be pickled, and read from many threads."""
 

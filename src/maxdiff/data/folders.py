@@ -1,6 +1,7 @@
 """A folder of images with their captions beside them."""
 
 import csv
+import functools
 import hashlib
 import json
 import os
@@ -8,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from maxdiff.data.examples import TEXT_COLUMNS, BadExample, Columns, Example
+from maxdiff.data.examples import TEXT_COLUMNS, BadExample, Columns, Example, LostExample
 from maxdiff.data.tar_index import IMAGE_SUFFIXES
 
 METADATA = ("metadata.jsonl", "metadata.csv")
@@ -60,7 +61,10 @@ class FolderSource:
     def __getitem__(self, i: int, /) -> Example:
         fields = self.fields(i)
         path = self._folder / self._rows[i][0]
-        return Example(str(path), path.read_bytes(), self._columns.texts(fields, str(path)))
+        try:
+            return Example(str(path), path.read_bytes(), self._columns.texts(fields, str(path)))
+        except OSError as error:
+            raise LostExample(str(path), f"cannot be read: {error}") from None
 
     def fields(self, i: int, /) -> dict[str, Any]:
         """See `Source`."""
@@ -74,12 +78,22 @@ class FolderSource:
             text = path.with_suffix(".txt").read_text(encoding="utf-8").strip()
         except UnicodeDecodeError as error:
             raise BadExample(str(path), f"its caption is not UTF-8 ({error})") from None
+        except OSError as error:
+            raise LostExample(str(path), f"its caption cannot be read: {error}") from None
         return dict.fromkeys(TEXT_COLUMNS, text)
 
     def fingerprint(self) -> str:
-        """See `Source`."""
-        names = [f"{name} {(self._folder / name).stat().st_size}" for name, _ in self._rows]
-        return hashlib.sha256("\n".join(names).encode(errors="surrogateescape")).hexdigest()
+        """See `Source`: also of the metadata and captions."""
+        return self._fingerprint
+
+    @functools.cached_property
+    def _fingerprint(self) -> str:
+        digest = hashlib.sha256()
+        for name, row in self._rows:
+            path = self._folder / name
+            text = path.with_suffix(".txt").read_bytes() if row is None else json.dumps(row, sort_keys=True).encode()
+            digest.update(f"{name} {path.stat().st_size} {len(text)} ".encode(errors="surrogateescape") + text)
+        return digest.hexdigest()
 
 
 def _metadata_rows_of(

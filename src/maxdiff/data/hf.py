@@ -67,7 +67,7 @@ class HFSource:
 
     def fingerprint(self) -> str:
         """See `Source`."""
-        return hashlib.sha256(f"{len(self)} {self._rows._fingerprint}".encode()).hexdigest()
+        return hashlib.sha256(f"{self._image} {len(self)} {self._rows._fingerprint}".encode()).hexdigest()
 
     def _row(self, dataset: Any, i: int) -> dict[str, Any]:
         if not 0 <= i < len(self):

@@ -60,7 +60,7 @@ class ParquetSource:
 
     def fingerprint(self) -> str:
         """See `Source`."""
-        return hashlib.sha256("".join(footer.digest for footer in self._footers).encode()).hexdigest()
+        return hashlib.sha256(" ".join([self._image, *(footer.digest for footer in self._footers)]).encode()).hexdigest()
 
     def _path(self, group: int) -> Path:
         return self._paths[self._groups[group, 0]]

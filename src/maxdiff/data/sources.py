@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from maxdiff.data.arrayrecord import ArrayRecordSource
-from maxdiff.data.examples import BadExample, Columns, Example, Filter, Source
+from maxdiff.data.examples import BadExample, Columns, Example, Filter, LostExample, Source
 from maxdiff.data.folders import open_folder, open_tables
 from maxdiff.data.hf import is_saved, open_hf
 from maxdiff.data.parquet import ParquetSource
@@ -126,10 +126,10 @@ class Subset:
 def filtered(source: Source, filters: Sequence[Filter], cache_dir: Path | None = None) -> Subset:
     """The examples that meet all conditions. What was found is kept in `cache_dir`, if there is one.
 
-    An example whose fields cannot be read meets none.
+    An example whose fields are damaged meets none.
 
     Raises:
-        ValueError: if there are no such examples.
+        ValueError: if there are no such examples, or a file cannot be read: what was found would be wrong another time.
     """
     said = [f"{rule.field} {rule.condition}" for rule in filters]
     name = hashlib.sha256(json.dumps([source.fingerprint(), said]).encode()).hexdigest()[:16]
@@ -152,6 +152,8 @@ def filtered(source: Source, filters: Sequence[Filter], cache_dir: Path | None =
 def _meets(source: Source, i: int, filters: Sequence[Filter]) -> bool:
     try:
         fields = source.fields(i)
+    except LostExample:
+        raise
     except BadExample:
         return False
     return all(rule.keeps(fields) for rule in filters)

@@ -1,13 +1,14 @@
 """Which bytes of a tar are which example's, found once and kept in a file beside it.
 
-Index file: one line of JSON (the tar's size and modification time, the number of examples, a checksum),
-then int64 [n 9] (end of the key; offset and size of image, .txt, .json and .cls; size -1 for none), then the keys.
+Index file: one line of JSON (the tar's size and modification time, the number of examples, checksums of their texts and of
+the whole), then int64 [n 9] (end of the key; offset and size of image, .txt, .json and .cls; size -1 for none), then the keys.
 """
 
 import functools
 import hashlib
 import json
 import logging
+import os
 import tarfile
 import zlib
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from maxdiff.weights.tensors import write_atomically
 logger = logging.getLogger(__name__)
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
-VERSION = 2
+VERSION = 3
 # Headers of as many tars are read at once: they may be far away.
 TARS_AT_ONCE = 16
 KEY_END, IMAGE, TEXT, JSON, CLASS, COLUMNS = 0, 1, 3, 5, 7, 9
@@ -32,8 +33,8 @@ SUFFIXES = {TEXT: ".txt", JSON: ".json", CLASS: ".cls"}
 class TarIndex:
     """The examples of one tar. Members are (offset, size) in bytes, or None."""
 
-    def __init__(self, path: Path, table: np.ndarray, keys: bytes):
-        self.path, self._table, self._keys = path, table, keys
+    def __init__(self, path: Path, table: np.ndarray, keys: bytes, texts: int):
+        self.path, self._table, self._keys, self._texts = path, table, keys, texts
 
     def __len__(self) -> int:
         return len(self._table)
@@ -60,8 +61,8 @@ class TarIndex:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """A hash of the examples' keys, and of where in the tar they lie."""
-        return hashlib.sha256(np.ascontiguousarray(self._table).tobytes() + self._keys).hexdigest()
+        """A hash of the examples' keys and texts, and of where in the tar they lie."""
+        return hashlib.sha256(np.ascontiguousarray(self._table).tobytes() + self._keys + str(self._texts).encode()).hexdigest()
 
 
 def open_indexes(tars: Sequence[Path], cache_dir: Path | None = None) -> list[TarIndex]:
@@ -111,7 +112,7 @@ def _stamp(tar: Path) -> dict[str, int]:
 
 def _encode(index: TarIndex, stamp: dict[str, int]) -> list[bytes]:
     body = index._table.astype("<i8").tobytes() + index._keys
-    header = {**stamp, "examples": len(index)}
+    header = {**stamp, "examples": len(index), "texts": index._texts}
     return [json.dumps({**header, "crc32": _checksum(header, body)}).encode() + b"\n", body]
 
 
@@ -127,9 +128,9 @@ def _read_index(path: Path, tar: Path, stamp: dict[str, int]) -> TarIndex | None
     try:
         header = json.loads(head)
         whole = header.pop("crc32") == _checksum(header, body)
-        examples = header.pop("examples")
+        examples, texts = header.pop("examples"), header.pop("texts")
     except (ValueError, KeyError, TypeError, AttributeError):
-        whole, header, examples = False, {}, 0
+        whole, header, examples, texts = False, {}, 0, 0
     if not whole:
         logger.warning("%s is damaged: indexing %s again", path, tar)
         return None
@@ -137,7 +138,7 @@ def _read_index(path: Path, tar: Path, stamp: dict[str, int]) -> TarIndex | None
         logger.info("%s has changed: indexing it again", tar)
         return None
     size = examples * COLUMNS * 8
-    return TarIndex(tar, np.frombuffer(body[:size], "<i8").reshape(examples, COLUMNS), body[size:])
+    return TarIndex(tar, np.frombuffer(body[:size], "<i8").reshape(examples, COLUMNS), body[size:], texts)
 
 
 def _build(tar: Path) -> TarIndex:
@@ -156,7 +157,19 @@ def _build(tar: Path) -> TarIndex:
     if without:
         logger.warning("%s: %d of %d keys have no image (%s) and are left out, first %s", tar, len(without), len(groups),
                        ", ".join(IMAGE_SUFFIXES), without[0])  # fmt: skip
-    return TarIndex(tar, np.array(table, np.int64).reshape(-1, COLUMNS), b"".join(keys))
+    whole = np.array(table, np.int64).reshape(-1, COLUMNS)
+    return TarIndex(tar, whole, b"".join(keys), _checksum_of_texts(tar, whole))
+
+
+def _checksum_of_texts(tar: Path, table: np.ndarray) -> int:
+    """CRC-32 of the members that hold captions and metadata, which say what an example is as much as its image does."""
+    crc = 0
+    with tar.open("rb", buffering=0) as file:
+        for row in table[:, TEXT:].tolist():
+            for offset, size in zip(row[::2], row[1::2], strict=True):
+                if size > 0:
+                    crc = zlib.crc32(os.pread(file.fileno(), size, offset), crc)
+    return crc
 
 
 def _members(tar: Path) -> dict[str, dict[str, tuple[int, int]]]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
-from maxdiff.data.examples import TEXT_COLUMNS, BadExample, Columns, Example
+from maxdiff.data.examples import TEXT_COLUMNS, BadExample, Columns, Example, LostExample
 from maxdiff.data.files import Files
 from maxdiff.data.tar_index import CLASS, JSON, SUFFIXES, TEXT, TarIndex
 
@@ -53,7 +53,7 @@ class TarSource:
         try:
             return self._files.read(tar.path, *member)
         except (OSError, ValueError) as error:
-            raise BadExample(key, f"{tar.path} cannot be read: {error}") from None
+            raise LostExample(key, f"{tar.path} cannot be read: {error}") from None
 
     def _texts(self, tar: TarIndex, row: int, key: str) -> tuple[str, ...]:
         """Reads no member that no column needs."""
