@@ -36,8 +36,9 @@ from typing import Any
 
 from PIL import Image
 
+from maxdiff.data.paths import expand_braces
 from maxdiff.data.pipeline import BatchPlan, batches
-from maxdiff.data.sources import expand_braces, open_source
+from maxdiff.data.sources import open_source
 from maxdiff.data.transforms import flatten
 from maxdiff.weights.tokenizer import published_tokenizer
 

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxdiff.checkpoint import Checkpoints, _checksums
+from maxdiff.checkpoint import Checkpoints, checksums
 from maxdiff.sharding import make_mesh
 
 AXES = ("data", "fsdp")
@@ -91,9 +91,9 @@ def test_a_flipped_bit_is_noticed_and_its_leaf_named(tmp_path: Path):
         checkpoints.wait()
         kernel = value["params"]["blocks"][0]["kernel"]
         flipped = kernel.view(jnp.uint32).at[3, 2].add(1).view(jnp.float32)
-        assert int(_checksums({"x": kernel})["x"]) != int(_checksums({"x": flipped})["x"])
+        assert int(checksums({"x": kernel})["x"]) != int(checksums({"x": flipped})["x"])
         swapped = kernel.at[0].set(kernel[1]).at[1].set(kernel[0])
-        assert int(_checksums({"x": kernel})["x"]) != int(_checksums({"x": swapped})["x"])
+        assert int(checksums({"x": kernel})["x"]) != int(checksums({"x": swapped})["x"])
 
 
 @pytest.mark.parametrize(
