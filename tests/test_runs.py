@@ -53,6 +53,7 @@ def run(tmp_path_factory) -> Path:
 def test_a_run_leaves_what_the_readme_says(run: Path):
     assert {path.name for path in run.iterdir()} == {
         "config.yml",
+        "data.json",
         "checkpoints",
         "metrics",
         "tensorboard",

@@ -2,7 +2,7 @@
 
     python train.py configs/base14.yml run_name=my_run output_dir=runs train_data_dir='shards/*.tar'
 
-The run lies in output_dir/run_name: config.yml, checkpoints/, metrics/metrics.jsonl, tensorboard/, samples/ and
+The run lies in output_dir/run_name: config.yml, data.json, checkpoints/, metrics/metrics.jsonl, tensorboard/, samples/ and
 pipeline/, a diffusers folder. Starting the same command again goes on from the last checkpoint.
 """
 
