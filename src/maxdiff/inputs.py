@@ -21,7 +21,7 @@ from maxdiff.data.pipeline import TOKEN_NAMES, BatchPlan, Tokenizer, batches, lo
 from maxdiff.data.sources import Format, Subset, open_source
 from maxdiff.data.transforms import Size
 from maxdiff.processes import say, wait_for_all
-from maxdiff.weights.tensors import write_atomically
+from maxdiff.weights.tensors import write_json
 
 
 def open_training(config: Config) -> Source | EncodedSource:
@@ -47,7 +47,7 @@ def check_data(folder: Path, source: Source | EncodedSource) -> None:
         counts = f"{before['examples']} examples then, {now['examples']} now"
         say(f"the training data have changed since the last start ({counts}): each step from here on has other examples "
             "than it would have had")  # fmt: skip
-    write_atomically(kept, [json.dumps(now).encode()])
+    write_json(kept, now)
 
 
 def open_examples(config: Config, key: str) -> Source:

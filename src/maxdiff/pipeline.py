@@ -20,7 +20,7 @@ from maxdiff.weights.checkpoint import PARTS, TOKENIZERS
 from maxdiff.weights.names import to_torch, to_torch_shape, torch_key
 from maxdiff.weights.origins import open_origins
 from maxdiff.weights.source import FromPt
-from maxdiff.weights.tensors import SUFFIXES, Tensor, Tensors, write_atomically, write_safetensors
+from maxdiff.weights.tensors import SUFFIXES, Tensor, Tensors, write_json, write_safetensors
 from maxdiff.weights.tokenizer import CLIPTokenizer
 
 logger = logging.getLogger(__name__)
@@ -205,8 +205,8 @@ class Pipeline:
         for name, tokenizer in (("tokenizer", self.tokenizer), ("tokenizer_2", self.tokenizer_2)):
             if tokenizer is not None:
                 _remove_stale(folder / name, set(tokenizer.save(folder / name)))
-        _write_json(folder / "scheduler" / "scheduler_config.json", self.scheduler)
-        _write_json(folder / "model_index.json", self._model_index())
+        write_json(folder / "scheduler" / "scheduler_config.json", self.scheduler)
+        write_json(folder / "model_index.json", self._model_index())
 
     def save_single_file(self, path: str | Path, *, dtype: Any = None) -> None:
         """Write one .safetensors file in the layout of the original code.
@@ -334,7 +334,7 @@ def save_part(folder: str | Path, name: str, part: Part, *, dtype: Any = None) -
 
 def save_config(folder: str | Path, name: str, network: Network) -> None:
     """Write a network's configuration alone."""
-    _write_json(Path(folder).expanduser() / name / "config.json", network.config.to_dict())
+    write_json(Path(folder).expanduser() / name / "config.json", network.config.to_dict())
 
 
 def _check_dtype(dtype: Any) -> None:
@@ -353,10 +353,6 @@ def _export(path: tuple, leaf: jax.Array, dtype: np.dtype) -> tuple[str, Tensor]
             to_torch_shape(leaf.shape), dtype, lambda: to_torch(np.asarray(leaf)).astype(dtype, copy=False)
         )
     return torch_key(path), Tensor(leaf.shape, dtype, lambda: np.asarray(leaf).astype(dtype, copy=False))
-
-
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    write_atomically(path, [json.dumps(value, indent=2).encode() + b"\n"])
 
 
 def _remove_stale(folder: Path, written: set[str]) -> None:

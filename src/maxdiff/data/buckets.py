@@ -6,7 +6,6 @@ Which bucket a step trains on, and which of its examples, is a function of the s
 import dataclasses
 import io
 import logging
-import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
@@ -149,11 +148,3 @@ def _size(source: Source, i: int) -> Size:
 def large_enough(sizes: np.ndarray, least: int) -> np.ndarray:
     """The rows of the images whose shorter side has at least so many pixels, int64 [m]."""
     return np.flatnonzero(sizes.min(1) >= least)
-
-
-def ratio_error(sizes: np.ndarray, buckets: Buckets) -> float:
-    """The share of pixels that is cut off, on average."""
-    shapes = np.array(buckets.shapes)[buckets.bucket]
-    known = sizes.min(1) > 0
-    image, bucket = (x[known, 0] / x[known, 1] for x in (sizes, shapes))
-    return float(1 - np.minimum(image / bucket, bucket / image).mean()) if known.any() else math.nan

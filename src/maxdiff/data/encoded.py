@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from maxdiff.data.examples import BadExample
-from maxdiff.weights.tensors import Tensor, open_tensors, write_atomically, write_safetensors
+from maxdiff.weights.tensors import Tensor, open_tensors, write_json, write_safetensors
 
 BEGUN, FINISHED, EMPTY = "encoding.json", "encoded.json", "empty.safetensors"
 VERSION = 1
@@ -195,8 +195,3 @@ def read_json(path: Path) -> dict[str, Any]:
     except ValueError:
         pass
     raise ValueError(f"{path} is damaged: encode again, into another folder")
-
-
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write a JSON object, whole or not at all."""
-    write_atomically(path, [json.dumps(value, indent=2).encode() + b"\n"])

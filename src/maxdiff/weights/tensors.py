@@ -188,6 +188,11 @@ def write_atomically(path: Path, chunks: Iterable[Any]) -> None:
 # --- Flax msgpack: nested maps whose leaves are extension type 1, (shape, dtype name, bytes) ---------
 
 
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write a JSON object, whole or not at all; raises as `write_atomically`."""
+    write_atomically(path, [json.dumps(value, indent=2).encode() + b"\n"])
+
+
 def _open_msgpack(path: Path) -> Tensors:
     import msgpack
 
