@@ -171,6 +171,7 @@ TABLE: dict[str, tuple[Any, Any, Callable[[Config], Any], dict[str, Any]]] = {
     "resolution": (16, 24, see.batch, {}),
     "center_crop": (False, True, see.batch, {}),
     "random_flip": (False, True, see.batch, {}),
+    "image_resizer": ("simd", "pillow", see.batch, {}),
     "aspect_ratio_buckets": (False, True, see.batch, {"bucket_step": 8, "resolution": 32}),
     "bucket_step": (8, 16, see.batch, {"aspect_ratio_buckets": True, "resolution": 32}),
     "bucket_max_ratio": (2.0, 1.0, see.batch, {"aspect_ratio_buckets": True, "bucket_step": 8, "resolution": 32}),

@@ -113,6 +113,7 @@ class Data:
     resolution: int = 512
     center_crop: bool = False
     random_flip: bool = False
+    image_resizer: str = "simd"
     aspect_ratio_buckets: bool = False
     bucket_step: int = 64
     bucket_max_ratio: float = 2.0
@@ -148,6 +149,7 @@ class Data:
         _between(self, "resolution", 8, math.inf)
         _between(self, "data_workers", 0, math.inf)
         _one_of(self, "encoded_dtype", "bfloat16", "float32")
+        _one_of(self, "image_resizer", "simd", "pillow")
         _one_of(self, "caption_mode", "choose", "join")
         _between(self, "keep_tags", 0, math.inf)
         _between(self, "tag_dropout", 0, 1)

@@ -19,7 +19,7 @@ from maxdiff.data.examples import Columns, Filter, Source
 from maxdiff.data.mixed import Mixed
 from maxdiff.data.pipeline import TOKEN_NAMES, BatchPlan, Tokenizer, batches, load_example
 from maxdiff.data.sources import Format, Subset, open_source
-from maxdiff.data.transforms import Size
+from maxdiff.data.transforms import Size, check_resizer
 from maxdiff.processes import say, wait_for_all
 from maxdiff.weights.tensors import write_json
 
@@ -58,6 +58,7 @@ def open_examples(config: Config, key: str) -> Source:
     """
     data = config.data
     mix = data.data_mix if key == "train_data_dir" else ()
+    check_resizer(data.image_resizer)
     try:
         paths = [path for path, _ in mix] or [getattr(data, key)]
         if encoded := [path for path in paths if is_encoded(path)]:
@@ -110,7 +111,7 @@ def make_plan(config: Config, part: tuple[int, int] = (0, 1)) -> BatchPlan:
     captions = CaptionPlan(data.caption_mode, data.caption_separator, data.shuffle_tags, data.keep_tags, data.tag_dropout,
                            data.caption_prefix)  # fmt: skip
     return BatchPlan(config.run.seed, config.batch.global_batch_size, data.resolution, data.center_crop, data.random_flip,
-                     captions, *part, shuffle_block=data.shuffle_block)  # fmt: skip
+                     captions, *part, shuffle_block=data.shuffle_block, resizer=data.image_resizer)  # fmt: skip
 
 
 def with_buckets(config: Config, plan: BatchPlan, source: Source | EncodedSource) -> BatchPlan:

@@ -52,7 +52,7 @@ from maxdiff.task import Task, make_task
 
 # What of the configuration decides what an example's pixels and caption are.
 DECIDES = ("resolution", "minimum_size", "center_crop", "caption_column", "caption_mode", "caption_separator",
-           "caption_prefix", "filters", "image_column")  # fmt: skip
+           "caption_prefix", "filters", "image_column", "image_resizer")  # fmt: skip
 THREADS = 32
 
 

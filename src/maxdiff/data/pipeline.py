@@ -53,6 +53,7 @@ class BatchPlan:
         process_count: how many processes share a batch.
         flip: all images mirrored, or none; None leaves it to random_flip.
         buckets: of aspect ratios, one of which each batch is made of; None: all images are squares.
+        resizer: which of `transforms.RESIZERS` resizes.
         shuffle_block: examples that are drawn near each other, see `order.example_index`; 0 for none.
     """
 
@@ -66,6 +67,7 @@ class BatchPlan:
     process_count: int = 1
     flip: bool | None = None
     shuffle_block: int = 0
+    resizer: str = "simd"
     buckets: Buckets | None = None
 
     @property
@@ -168,7 +170,9 @@ def load_example(source: Source, plan: BatchPlan, position: int, index: int, siz
     while True:
         try:
             example = source[index]
-            picture = make_picture(example.image, example.key, words, size or plan.resolution, plan.center_crop, random_flip)
+            picture = make_picture(
+                example.image, example.key, words, size or plan.resolution, plan.center_crop, random_flip, plan.resizer
+            )
             caption = plan.captions.caption(example.texts, random_words(plan.seed, position, CAPTION))
             return Loaded(index, example.key, picture, caption, bad)
         except BadExample as error:
