@@ -11,7 +11,7 @@ import dataclasses
 import hashlib
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from PIL import Image
 from maxdiff import build, command
 from maxdiff.checkpoint import Checkpoints, has_checkpoints
 from maxdiff.config import Config, Sampling, load_config
+from maxdiff.data.pipeline import one_behind
 from maxdiff.diffusion.sampler_config import sampler_config, sampler_name
 from maxdiff.draw import check_given, cut_prompts, requests, usual_strength
 from maxdiff.gradients import outputs_function
@@ -104,7 +105,8 @@ def generate(config: Config, step: int | None = None) -> list[Path]:
     pace = Pace(len(missing), "images", started)
     with ThreadPoolExecutor(WRITERS) as writers:
         writing: list[Future[None]] = []
-        for rows, drawn in _ahead(program, weights, _batches(config, layout, pipeline, images, missing, at_once, strength)):
+        batches = _batches(config, layout, pipeline, images, missing, at_once, strength)
+        for rows, drawn in one_behind((rows, program(weights, {}, request)) for rows, request in batches):
             for at, image in _own(drawn):
                 if at < len(rows):
                     writing.append(writers.submit(write_png, folder / images[rows[at]].file, image, texts[rows[at]]))
@@ -286,20 +288,6 @@ def _batches(config: Config, layout: Layout, pipeline: Pipeline, images: Sequenc
         if some[0].mask:
             request["mask"] = np.stack([read_mask(x.mask, drawn.height, drawn.width) for x in some])
         yield rows, build.whole_request(layout.mesh, request)
-
-
-def _ahead(
-    program: Any, weights: Any, batches: Iterable[tuple[list[int], dict[str, jax.Array]]]
-) -> Iterator[tuple[list[int], jax.Array]]:
-    """Each batch's images, while the devices draw the next."""
-    before = None
-    for rows, request in batches:
-        drawn = rows, program(weights, {}, request)
-        if before is not None:
-            yield before
-        before = drawn
-    if before is not None:
-        yield before
 
 
 def _own(drawn: jax.Array) -> Iterator[tuple[int, np.ndarray]]:

@@ -5,7 +5,7 @@ import pytest
 
 from maxdiff.data.examples import BadExample, Example
 from maxdiff.data.mixed import Mixed, examples_at, siblings
-from maxdiff.data.order import RUNS_TOGETHER, batch_positions, example_index, host_slice, mixed_index
+from maxdiff.data.order import RUNS_TOGETHER, SOURCES, batch_positions, example_index, host_slice, mixed_index
 from maxdiff.data.pipeline import BatchPlan, batches, load_batch, load_example
 from tests.data.test_sources import image
 
@@ -50,7 +50,7 @@ def test_each_period_has_each_source_as_often_as_its_weight(sizes: tuple[int, ..
     for number, (n, weight) in enumerate(zip(sizes, weights, strict=True)):
         mine = np.flatnonzero(source == number)
         # Its k-th position of all has the k-th example of its own order.
-        epochs, own = example_index(3, n, np.arange(len(mine)))
+        epochs, own = example_index(3 + number * SOURCES, n, np.arange(len(mine)))
         np.testing.assert_array_equal(index[mine] - starts[number], own)
         np.testing.assert_array_equal(epoch[mine], epochs)
         # And comes within half a position, for each source, of when it is due.
@@ -62,7 +62,14 @@ def test_a_mix_never_changes():
     # A run that was begun with one version goes on with the next: these numbers are a promise.
     _, index = mixed_index(0, (100, 10), (5, 2), np.arange(14))
     assert (index >= 100).astype(int).tolist() == [0, 1, 0, 0, 0, 1, 0] * 2
-    assert index.tolist() == [46, 106, 44, 81, 50, 104, 20, 58, 102, 33, 95, 94, 101, 92]
+    assert index.tolist() == [46, 108, 44, 81, 50, 104, 20, 58, 102, 33, 95, 94, 105, 92]
+
+
+def test_sources_of_one_size_are_not_drawn_in_step():
+    _, index = mixed_index(0, (100, 100), (1, 1), np.arange(200))
+    first, second = index[index < 100], index[index >= 100] - 100
+    assert sorted(first) == sorted(second) == list(range(100))
+    assert (first == second).sum() < 10
 
 
 def test_positions_of_a_mix_do_not_depend_on_their_company():

@@ -5,9 +5,7 @@ Which bucket a step trains on, and which of its examples, is a function of the s
 
 import dataclasses
 import io
-import logging
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 
@@ -16,10 +14,9 @@ from PIL import Image
 
 from maxdiff.data.examples import BadExample, LostExample, Source
 from maxdiff.data.order import example_index
+from maxdiff.data.progress import Progress, in_threads
 from maxdiff.data.transforms import Size, upright_size
 from maxdiff.weights.tensors import write_atomically
-
-logger = logging.getLogger(__name__)
 
 THREADS, CHUNK = 32, 1024
 
@@ -124,10 +121,15 @@ def image_sizes(source: Source, cache_dir: Path | None = None) -> np.ndarray:
     kept = cache_dir / f"{source.fingerprint()[:16]}.sizes" if cache_dir else None
     if kept and kept.is_file() and kept.stat().st_size == 8 * len(source):
         return np.fromfile(kept, "<i4").reshape(-1, 2)
+    progress = Progress("reading the sizes of images", len(source))
+
+    def read(chunk: range) -> np.ndarray:
+        found = np.array([_size(source, i) for i in chunk], np.int32)
+        progress.add(len(chunk))
+        return found
+
     chunks = [range(i, min(i + CHUNK, len(source))) for i in range(0, len(source), CHUNK)]
-    with ThreadPoolExecutor(THREADS) as pool:
-        read = lambda chunk: np.array([_size(source, i) for i in chunk], np.int32)
-        sizes = np.concatenate(list(pool.map(read, chunks)))
+    sizes = np.concatenate(in_threads(read, chunks, THREADS))
     if kept:
         write_atomically(kept, [sizes.astype("<i4").tobytes()])
     return sizes

@@ -41,7 +41,7 @@ from maxdiff.data.encoded import (
 )
 from maxdiff.data.examples import Source
 from maxdiff.data.mixed import Mixed
-from maxdiff.data.pipeline import MIN_SEEN, TOKEN_NAMES, BatchPlan, Loaded, load_example, prefetch
+from maxdiff.data.pipeline import MIN_SEEN, TOKEN_NAMES, BatchPlan, Loaded, load_example, one_behind, prefetch
 from maxdiff.data.remote import is_remote
 from maxdiff.losses import from_uint8
 from maxdiff.models.layers import Compute
@@ -70,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
     return command.run("maxdiff.data.encode", argv, action)
 
 
-def settle(config: Config, task: Task, source: Any) -> tuple[Any, Task]:
+def settle(config: Config, task: Task, source: Source | EncodedSource) -> tuple[Source | EncodedSource, Task]:
     """(what to train from, the task that trains from it): with `cache_latents_text_encoder_outputs`, encoded first.
 
     Raises:
@@ -143,16 +143,17 @@ def encode(config: Config, task: Task, source: Source, folder: Path) -> Pace:
     program = jax.jit(encoder(task, jnp.dtype(config.data.encoded_dtype)), out_shardings=sharding)
     batches = _batches(config, task, source, missing, at_once)
     with prefetch(batches, lambda batch: (batch[0], batch[1], jax.device_put(batch[2], sharding))) as ready:
+        encoded = one_behind((examples, sizes, program(weights, images)) for examples, sizes, images in ready)
         for number in missing:
             parts: list[dict[str, np.ndarray]] = []
             loaded: list[Loaded] = []
             while len(loaded) < rows([number]):
-                examples, sizes, images = next(ready)
-                parts.append({**_fetch(program(weights, images), len(examples)), **sizes})
+                examples, sizes, arrays = next(encoded)
+                parts.append({**_fetch(arrays, len(examples)), **sizes})
                 loaded += examples
                 pace.step(len(examples))
-            arrays = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-            write_shard(folder, number, arrays, [(example.key, example.caption) for example in loaded])
+            whole = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+            write_shard(folder, number, whole, [(example.key, example.caption) for example in loaded])
     pace.end("encoded", rows(mine) - rows(missing))
     wait_for_all("every shard is there")
     if jax.process_index() == 0:

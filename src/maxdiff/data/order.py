@@ -21,6 +21,8 @@ RUNS_TOGETHER = 64
 ROTATION, RUNS = np.uint64(0xA0761D6478BD642F), np.uint64(0xE7037ED1A0B428DB)
 # The turns of a period of a mix are kept in a table.
 MAX_PERIOD = 2**20
+# What a mix adds to the seed for each further source.
+SOURCES = 7_368_787
 
 
 def example_index(seed: int, n: int, position: Any, block: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -84,7 +86,9 @@ def mixed_index(
     source, epoch, index = turns[place], np.zeros_like(place), np.zeros_like(place)
     for number, (n, weight) in enumerate(zip(sizes, weights, strict=True)):
         mine = source == number
-        epoch[mine], index[mine] = example_index(seed, n, period[mine] * weight + counts[place[mine]], block)
+        own = period[mine] * weight + counts[place[mine]]
+        # Sources of one size would otherwise be drawn in step.
+        epoch[mine], index[mine] = example_index(seed + number * SOURCES, n, own, block)
         index[mine] += sum(sizes[:number])
     return epoch.reshape(position.shape), index.reshape(position.shape)
 

@@ -11,7 +11,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any, Generic, TypeVar
 
@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 Batch = dict[str, np.ndarray]
 Tokenizer = Callable[[Sequence[str]], np.ndarray]
+T = TypeVar("T")
 # What the tokens of each tokenizer are called in a batch.
 TOKEN_NAMES = ("input_ids", "input_ids_2")
 # Examples to have seen before the fraction of bad ones means anything.
@@ -195,6 +196,15 @@ def _instead(source: Source | EncodedSource, first: int, bad: Sequence[BadExampl
     return start + (first - start + (tried if tried <= NEAR or n <= MAX_RUN else NEAR + 2 ** (tried - NEAR))) % n
 
 
+def one_behind(items: Iterable[T]) -> Iterator[T]:
+    """Each item when the next has been made, so that devices work on that one while what this one holds is fetched."""
+    before: list[T] = []
+    for item in items:
+        yield from before
+        before = [item]
+    yield from before
+
+
 def batches(
     source: Source | EncodedSource,
     tokenizers: Sequence[Tokenizer],
@@ -261,9 +271,6 @@ def _checked(made: Iterator[tuple[Batch, list[BadExample]]], rows: int, max_bad_
             yield batch
     finally:
         made.close()  # pyright: ignore[reportAttributeAccessIssue]
-
-
-T = TypeVar("T")
 
 
 class Prefetch(Generic[T]):
