@@ -105,6 +105,8 @@ def one_level(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 @pytest.fixture
 def compiled_once(tmp_path_factory):
     """Programs compiled by one test serve the others."""
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.getbasetemp() / "compiled"))
+    mine = tmp_path_factory.getbasetemp()
+    everyones = mine.parent if "PYTEST_XDIST_WORKER" in os.environ else mine
+    jax.config.update("jax_compilation_cache_dir", str(everyones / "compiled"))
     yield
     jax.config.update("jax_compilation_cache_dir", None)

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import sys
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from PIL import Image
 from benchmarks.together import free_port, run_together
 from maxdiff import build, processes
 from maxdiff.config import Run
+from maxdiff.data.encoded import EncodedSource
 from maxdiff.pipeline import Pipeline
 from maxdiff.sharding import make_mesh
 from tests.test_sharding import AXES
@@ -22,6 +24,13 @@ from tests.test_sharding import AXES
 ROOT = Path(__file__).parent.parent
 SHARD = ROOT / "data" / "emoji" / "heldout-000000.tar"
 DEVICES = 2
+# The command, with shards so small that there are several.
+ENCODE = """
+import sys
+from maxdiff.data import encode, encoded
+encode.ROWS = encoded.ROWS = 16
+sys.exit(encode.main(sys.argv[1:]))
+"""
 
 
 def environment() -> dict[str, str]:
@@ -97,6 +106,34 @@ def test_two_processes_train_as_one_does_and_one_goes_on(one_level: Path, tmp_pa
     for name, expected in zip(names, alone, strict=True):
         with Image.open(images / name) as image:
             assert np.abs(np.asarray(image).astype(int) - expected).max() <= 1
+
+
+def test_two_processes_encode_as_one_does(one_level: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Each its own shards, with weights split over both while training would split them."""
+    with tarfile.open(SHARD) as tar, tarfile.open(tmp_path / "few.tar", "w") as few:
+        for member in tar.getmembers()[:120]:
+            few.addfile(member, tar.extractfile(member))
+    keys = ["encoded_dtype=float32", "random_flip=true", f"train_data_dir={tmp_path}/few.tar", "eval_data_dir=",
+            "per_device_batch_size=4", "global_batch_size=0"]  # fmt: skip
+    program = [sys.executable, "-c", ENCODE, str(ROOT / "configs/base14.yml")]
+
+    def encoding(name: str, *more: str) -> list[str]:
+        return [*program, *command(one_level, tmp_path / "runs", *keys, f"encoded_dir={tmp_path / name}", *more)[3:]]
+
+    shared = ["ici_fsdp_parallelism=4", "num_processes=2", f"coordinator_address=localhost:{free_port()}"]
+    pair = [encoding("pair", *shared, f"process_id={n}") for n in (0, 1)]
+    alone, first, _ = together([encoding("alone"), *pair], tmp_path / "said")
+    assert "examples encoded" in alone
+    assert f"wrote {tmp_path / 'pair'}" in first
+    monkeypatch.setattr("maxdiff.data.encoded.ROWS", 16)
+    one, two = EncodedSource(tmp_path / "alone"), EncodedSource(tmp_path / "pair")
+    assert one.fingerprint() == two.fingerprint()
+    assert len(one) == len(two) > 32
+    assert sum(1 for _ in (tmp_path / "pair").glob("shard-*")) > 2
+    for i in range(len(one)):
+        assert one.names(i) == two.names(i)
+        for name, value in one[i].items():
+            np.testing.assert_allclose(two[i][name], value, rtol=1e-5, atol=1e-5)
 
 
 def fake_devices(count: int, process_of: Any) -> list[Any]:
