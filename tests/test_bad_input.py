@@ -133,7 +133,7 @@ def test_a_wrong_part_of_a_mix_is_named(
 @pytest.mark.parametrize(
     ("shard", "message"),
     [
-        ("empty", "empty.tar is an empty shard: none of its 0 keys has an image (.jpg, .jpeg, .png, .webp)"),
+        ("empty", "empty.tar is an empty shard: none of its 0 keys has an image (.jpg, .jpeg, .png, .webp, .gif, .bmp)"),
         ("imageless", "imageless.tar is an empty shard: none of its 1 keys has an image"),
         ("unreadable", "8 examples in a row are bad, the last"),
         ("uncaptioned", "uncaptioned.tar: b has no caption: it has no .txt and no .json (caption_column='text')"),

@@ -114,3 +114,13 @@ def test_the_global_batch_fixes_accumulation():
     assert split("per_device_batch_size=2", "global_batch_size=32") == (32, 4)
     with pytest.raises(ValueError, match="global_batch_size=12 is no multiple of per_device_batch_size=2 x 4 devices"):
         split("per_device_batch_size=2", "global_batch_size=12")
+
+
+def test_a_path_may_begin_at_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    given = ["output_dir=~/runs", "dataset_save_location=~", "data_mix=[['~/a.tar', 1], [/b.tar, 2]]", "prompt=~/a cat"]
+    config = load_config(CONFIGS / "base.yml", given)
+    assert config.run.folder == tmp_path / "runs"
+    assert config.data.dataset_save_location == str(tmp_path)
+    assert config.data.data_mix == ((f"{tmp_path}/a.tar", 1), ("/b.tar", 2))
+    assert config.sampling.prompt == "~/a cat"

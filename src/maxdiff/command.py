@@ -15,7 +15,7 @@ def run(program: str, argv: Sequence[str], action: Callable[[Config], object]) -
     `--help` prints every key, and `--print-config` the resolved configuration; neither does anything else.
 
     Returns:
-        The exit status: 2 for a user's mistake, which is told in one line on stderr.
+        The exit status: 2 for a user's mistake, which is told in one line on stderr; 130 after Ctrl-C.
     """
     arguments = [argument for argument in argv if not argument.startswith("-")]
     options = [argument for argument in argv if argument.startswith("-")]
@@ -36,6 +36,9 @@ def run(program: str, argv: Sequence[str], action: Callable[[Config], object]) -
     except (ValueError, OSError) as error:
         print(f"{program}: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print(f"{program}: interrupted", file=sys.stderr)
+        return 130
     return 0
 
 

@@ -7,6 +7,7 @@ every key in one line.
 import dataclasses
 import difflib
 import math
+import os
 import re
 import typing
 from collections.abc import Mapping, Sequence
@@ -35,7 +36,7 @@ class Run:
     @property
     def folder(self) -> Path:
         """Everything that the run writes lies here."""
-        return Path(self.output_dir).expanduser() / self.run_name
+        return Path(self.output_dir) / self.run_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -364,6 +365,11 @@ KEYS: dict[str, tuple[str, Any]] = {
 }
 
 
+# Keys whose values are paths, or may be.
+PATHS = ("output_dir", "jax_cache_dir", "train_data_dir", "data_mix", "eval_data_dir", "dataset_save_location", "encoded_dir",
+         "idx_to_prompt", "prompts_file")  # fmt: skip
+
+
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read a YAML file, the file that its `base` names before it, and overrides after it.
 
@@ -396,6 +402,7 @@ def make_config(values: Mapping[str, Any]) -> Config:
         value = tuple(value) if isinstance(value, list) else value
         if not is_a(value, kind):
             raise ValueError(f"{key}={value!r} has the wrong type (allowed: {spelled(kind)})")
+        value = _from_home(value) if key in PATHS else value
         sections[section][key] = value
     return Config(**{name: kind(**sections[name]) for name, kind in SECTIONS.items()})
 
@@ -452,6 +459,13 @@ def _parse(text: str, where: str) -> Any:
         return yaml.load(text, _Loader)
     except yaml.YAMLError as error:
         raise ValueError(f"{where} is no YAML: {' '.join(str(error).split())}") from None
+
+
+def _from_home(value: Any) -> Any:
+    """With ~ as the shell has it, which leaves it alone behind `key=`."""
+    if isinstance(value, tuple | list):
+        return tuple(_from_home(item) for item in value)
+    return os.path.expanduser(value) if isinstance(value, str) else value
 
 
 def _lists(value: Any) -> Any:

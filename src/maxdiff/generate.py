@@ -89,7 +89,7 @@ def generate(config: Config, step: int | None = None) -> list[Path]:
     networks = {name: part.network for name, part in pipeline.networks()}
     strength = _strength(config, networks, images)
     draw = build.make_draw(config, networks, pipeline.scheduler, strength)
-    folder = config.run.folder / "images" / model if config.run.run_name else Path(config.run.output_dir or ".").expanduser()
+    folder = config.run.folder / "images" / model if config.run.run_name else Path(config.run.output_dir or ".")
     folder.mkdir(parents=True, exist_ok=True)
     texts = _texts(config, pipeline, images, model, strength)
     missing = _missing(folder, images, texts, config.sampling.overwrite)

@@ -15,7 +15,7 @@ from maxdiff.config import Config
 from maxdiff.data.buckets import bucket_shapes, image_sizes, large_enough, make_buckets
 from maxdiff.data.captions import CaptionPlan
 from maxdiff.data.encoded import EncodedSource, is_encoded
-from maxdiff.data.examples import Columns, Filter, Source
+from maxdiff.data.examples import BadExample, Columns, Filter, Source
 from maxdiff.data.mixed import Mixed
 from maxdiff.data.pipeline import TOKEN_NAMES, BatchPlan, Tokenizer, batches, load_example
 from maxdiff.data.sources import Format, Subset, open_source
@@ -23,11 +23,14 @@ from maxdiff.data.transforms import Size, check_resizer
 from maxdiff.processes import say, wait_for_all
 from maxdiff.weights.tensors import write_json
 
+# Examples whose columns are looked at.
+FIRST = 100
+
 
 def open_training(config: Config) -> Source | EncodedSource:
     """What train_data_dir names: images, as `open_examples`, or encoded ones."""
     path = config.data.train_data_dir
-    return EncodedSource(Path(path).expanduser()) if path and is_encoded(path) else open_examples(config, "train_data_dir")
+    return EncodedSource(Path(path)) if path and is_encoded(path) else open_examples(config, "train_data_dir")
 
 
 def check_data(folder: Path, source: Source | EncodedSource) -> None:
@@ -36,7 +39,9 @@ def check_data(folder: Path, source: Source | EncodedSource) -> None:
     Raises:
         ValueError: if processes see different data: each would make batches of its own.
     """
-    now = {"examples": len(source), "fingerprint": source.fingerprint()}
+    # What is encoded stands for the images it was made of: going over to it changes no example.
+    fingerprint = source.made_of["source"] if isinstance(source, EncodedSource) else source.fingerprint()
+    now = {"examples": len(source), "fingerprint": fingerprint}
     mine = np.frombuffer(bytes.fromhex(source.fingerprint()[:16]), np.uint32)
     if jax.process_count() > 1 and (multihost_utils.process_allgather(mine) != mine).any():
         raise ValueError("train_data_dir: processes see different data (allowed: the same on every host)")
@@ -66,6 +71,8 @@ def open_examples(config: Config, key: str) -> Source:
         sources = [open_path(config, path) for path in paths]
         for source in sources:
             load_example(source, make_plan(config), position=0, index=0)
+        if absent := _absent_columns(config, sources):
+            say(f"caption_column: none of the first examples has {', '.join(map(repr, absent))}")
         return Mixed(sources, [weight for _, weight in mix]) if mix else sources[0]
     except (ValueError, OSError) as error:
         raise ValueError(f"{'data_mix' if mix else key}: {error}") from error
@@ -77,13 +84,30 @@ def open_path(config: Config, path: str) -> Source:
     filters = [Filter(name, str(condition)) for name, condition in data.filters.items()]
     form = Format(data.dataset_type, data.image_column, data.train_split)
     source = open_source(path, caption_columns(config), data.dataset_save_location or None, filters, form)
+    if isinstance(source, Subset):
+        say(f"filters keep {len(source)} of {source.whole} examples of {path}")
     if not data.minimum_size:
         return source
-    rows = large_enough(_sizes(config, source), data.minimum_size)
-    say(f"minimum_size={data.minimum_size} keeps {len(rows)} of {len(source)} images of {path}")
+    sizes = _sizes(config, source)
+    rows = large_enough(sizes, data.minimum_size)
     if not len(rows):
         raise ValueError(f"minimum_size={data.minimum_size} keeps no image of {path}")
+    unreadable = int((sizes == 0).all(1).sum())
+    bad = f"; {unreadable} of the others cannot be read" if unreadable else ""
+    say(f"minimum_size={data.minimum_size} keeps {len(rows)} of {len(source)} images of {path}{bad}")
     return Subset(source, rows)
+
+
+def _absent_columns(config: Config, sources: Sequence[Source]) -> list[str]:
+    """Of several columns of captions, those that none of the first examples has: mistyped, perhaps."""
+    absent = list(caption_columns(config).names)
+    for source in sources if len(absent) > 1 else ():
+        for i in range(min(FIRST, len(source))):
+            try:
+                absent = [name for name in absent if name not in source.fields(i)]
+            except BadExample:
+                continue
+    return absent if len(absent) < len(caption_columns(config).names) else []
 
 
 def caption_columns(config: Config) -> Columns:
@@ -95,7 +119,7 @@ def caption_columns(config: Config) -> Columns:
         )
     if not config.data.idx_to_prompt:
         return Columns(names)
-    path = Path(config.data.idx_to_prompt).expanduser()
+    path = Path(config.data.idx_to_prompt)
     try:
         labels = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

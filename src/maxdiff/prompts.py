@@ -75,7 +75,7 @@ def _lines(sampling: Sampling) -> Iterator[dict[str, Any]]:
     if len(named) != 1:
         raise ValueError(f"{' and '.join(named) or 'no prompt'} given; allowed: one of prompt, prompts and prompts_file")
     if sampling.prompts_file:
-        yield from _file(Path(sampling.prompts_file).expanduser())
+        yield from _file(Path(sampling.prompts_file))
     else:
         yield from ({"prompt": prompt} for prompt in sampling.prompts or [sampling.prompt])
 

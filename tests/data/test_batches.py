@@ -110,7 +110,7 @@ def test_bad_examples_are_replaced_by_the_next(tmp_path: Path, workers: int, cap
     expected = [{3: 5, 4: 5, 39: 0}.get(i, i) for i in wanted.tolist()]
     assert np.concatenate([batch["index"] for batch in got]).tolist() == expected
     assert "bad.tar:3: its image cannot be decoded (UnidentifiedImageError: " in caplog.text
-    assert len(caplog.records) == 3  # each once
+    assert len(caplog.records) == 3  # each once, also where one stands for several
     assert all(record.levelno == logging.WARNING and record.name == "maxdiff.data.pipeline" for record in caplog.records)
 
 
@@ -124,6 +124,13 @@ def test_too_many_bad_examples_stop_the_run(tmp_path: Path, workers: int):
     count = int(str(caught.value).split()[0])
     assert count == np.isin(example_index(3, 40, np.arange(104))[1], [3, 20]).sum()
     assert len(take(tar, 30, max_bad_fraction=0.06, workers=workers)) == 30
+
+
+def test_bad_neighbours_count_once_each(tmp_path: Path):
+    """Each example that cannot be had counts for itself, not for those tried in its place."""
+    source = open_source(with_bad(tmp_path, set(range(10, 19))))
+    met = [load_batch(source, [], BatchPlan(0, 40, 16), step)[1] for step in range(2)]
+    assert [len(bad) for bad in met] == [9, 9]
 
 
 def test_a_source_without_good_examples(tmp_path: Path):

@@ -79,7 +79,19 @@ def test_filters_keep_what_meets_them_all(tmp_path: Path):
         open_source(tar, filters=[Filter("width", ">1e9")])
     with pytest.raises(ValueError, match=re.escape("filters: width: '512' is no condition (allowed: one of <=, >=")):
         Filter("width", "512")
-    assert [Filter("kind", "<z").keeps({"kind": "a"}), Filter("kind", "!=b").keeps({"kind": "a"})] == [False, True]
+    with pytest.raises(
+        ValueError, match=re.escape("filters: date: '>=2020-03-01' compares with '2020-03-01' (allowed: a number)")
+    ):
+        Filter("date", ">=2020-03-01")
+    assert [Filter("kind", "<1").keeps({"kind": "a"}), Filter("kind", "!=b").keeps({"kind": "a"})] == [False, True]
+
+
+@pytest.mark.parametrize("wanted", ["true", "True", "1"])
+@pytest.mark.parametrize("value", [True, "true", "True", 1])
+def test_truth_is_compared_however_it_is_spelled(value: object, wanted: str):
+    assert Filter("nsfw", f"=={wanted}").keeps({"nsfw": value})
+    assert not Filter("nsfw", f"!={wanted}").keeps({"nsfw": value})
+    assert Filter("nsfw", f"!={wanted}").keeps({"nsfw": False})
 
 
 def test_a_fingerprint_is_of_the_examples(tmp_path: Path):

@@ -71,6 +71,9 @@ def test_training_is_that_from_images(tar: Path, encoded: Path, tmp_path: Path):
     train(configuration(encoded, tmp_path / "cached"))
     train(configuration(tar, tmp_path / "implicit", "cache_latents_text_encoder_outputs=true"))
     from_images = losses(tmp_path / "images")
+    # What is encoded stands for its images: a run that goes over to it sees the same data.
+    data = [(tmp_path / name / "r" / "data.json").read_text() for name in ("images", "cached", "implicit")]
+    assert len(set(data)) == 1
     assert len(from_images) == 6
     np.testing.assert_allclose(losses(tmp_path / "cached"), from_images, rtol=1e-5)
     np.testing.assert_allclose(losses(tmp_path / "implicit"), from_images, rtol=1e-5)
@@ -125,6 +128,28 @@ def test_a_changed_byte_is_noticed(encoded: Path, tmp_path: Path):
         EncodedSource(folder)
 
 
+def test_a_finished_encoding_is_repaired(tar: Path, encoded: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+    folder = tmp_path / "e"
+    shutil.copytree(encoded, folder)
+    path = folder / shard_name(1)
+    path.write_bytes(path.read_bytes()[:5000])
+    (folder / shard_name(2)).unlink()
+    (folder / "empty.safetensors").unlink()
+    repaired = encode(configuration(tar, tmp_path), folder)
+    assert "16 examples there already" in capsys.readouterr().out
+    assert len(repaired) == EXAMPLES
+    np.testing.assert_allclose(repaired[20]["mean"], EncodedSource(encoded)[20]["mean"], atol=1e-5)
+    np.testing.assert_array_equal(repaired.empty["states"], EncodedSource(encoded).empty["states"])
+
+
+def test_bad_examples_of_a_small_source_count(tmp_path: Path):
+    write_tar(tmp_path / "bad.tar", np.random.default_rng(0), 20, bad=3)
+    with pytest.raises(ValueError, match=r"3 of 20 examples are bad, more than max_bad_fraction=0.1; the last: .*bad.tar:0: "):
+        encode(configuration(tmp_path / "bad.tar", tmp_path, "max_bad_fraction=0.1"), tmp_path / "e")
+    assert not list((tmp_path / "e").glob("*.json.*"))
+    assert len(encode(configuration(tmp_path / "bad.tar", tmp_path, "max_bad_fraction=0.15"), tmp_path / "e")) == 20
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -146,7 +171,7 @@ def test_what_cannot_be_encoded_once_is_refused(tar: Path, encoded: Path, tmp_pa
     [
         (["resolution=24"], "resolution: 16 is encoded, 24 is asked for"),
         (["caption_prefix=a photo of "], "caption_prefix: '' is encoded, 'a photo of ' is asked for"),
-        (["seed=1"], "text_encoder, its weights: "),
+        (["seed=1"], "text_encoder, its weights: another is encoded"),
         (["shuffle_tags=true"], "shuffle_tags=True cannot be encoded"),
         (["center_crop=false"], "center_crop: True is encoded, False is asked for"),
         (["activations_dtype=bfloat16"], "activations_dtype: 'float32' is encoded, 'bfloat16' is asked for"),
@@ -165,7 +190,7 @@ def test_a_source_that_has_changed_is_noticed(tar: Path, tmp_path: Path, pattern
     with pytest.raises(ValueError, match="mirrored images: False is encoded, True is asked for"):
         train(configuration(tmp_path / "e", tmp_path))
     write_tar(mine, np.random.default_rng(1), 12)
-    with pytest.raises(ValueError, match=r"e is not what the configuration asks for: source: '\w+' is encoded"):
+    with pytest.raises(ValueError, match=r"e is not what the configuration asks for: source: another is encoded"):
         train(configuration(tmp_path / "e", tmp_path, "random_flip=false"))
     with pytest.raises(ValueError, match="holds other files; allowed: a new folder"):
         encode(configuration(tar, tmp_path), tmp_path)

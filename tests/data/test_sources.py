@@ -197,9 +197,9 @@ def test_a_tar_cut_during_the_run_is_told(tmp_path: Path):
 
 
 def test_keys_without_image_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    tar = write_tar(tmp_path / "a.tar", {**pairs(0, 2), "README.md": b"x", "note.txt": b"y", "z.gif": b"z", ".hidden": b""})
+    tar = write_tar(tmp_path / "a.tar", {**pairs(0, 2), "README.md": b"x", "note.txt": b"y", "z.tiff": b"z", ".hidden": b""})
     assert len(open_source(tar)) == 2
-    assert "3 of 5 keys have no image (.jpg, .jpeg, .png, .webp) and are left out, first README" in caplog.text
+    assert "3 of 5 keys have no image (.jpg, .jpeg, .png, .webp, .gif, .bmp) and are left out, first README" in caplog.text
 
 
 @pytest.mark.parametrize("cut", [512, 1024, 100, 700, 1200, -1024, -1500, "member"])

@@ -121,7 +121,7 @@ def image_sizes(source: Source, cache_dir: Path | None = None) -> np.ndarray:
     kept = cache_dir / f"{source.fingerprint()[:16]}.sizes" if cache_dir else None
     if kept and kept.is_file() and kept.stat().st_size == 8 * len(source):
         return np.fromfile(kept, "<i4").reshape(-1, 2)
-    progress = Progress("reading the sizes of images", len(source))
+    progress = Progress("reading sizes", len(source), "images")
 
     def read(chunk: range) -> np.ndarray:
         found = np.array([_size(source, i) for i in chunk], np.int32)

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,13 +36,13 @@ from maxdiff.data.encoded import (
     begin,
     differences,
     finish,
-    shard_name,
+    is_there,
     write_arrays,
     write_shard,
 )
 from maxdiff.data.examples import Source
 from maxdiff.data.mixed import Mixed
-from maxdiff.data.pipeline import MIN_SEEN, TOKEN_NAMES, BatchPlan, Loaded, load_example, one_behind, prefetch
+from maxdiff.data.pipeline import MIN_SEEN, TOKEN_NAMES, BadTally, BatchPlan, Loaded, load_example, one_behind, prefetch
 from maxdiff.data.remote import is_remote
 from maxdiff.losses import from_uint8
 from maxdiff.models.layers import Compute
@@ -65,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
         build.use_cache(config)
         source = inputs.open_examples(config, "train_data_dir")
         task = make_task(config, build.layout_of(config), None)
-        encode(config, task, source, Path(config.data.encoded_dir).expanduser())
+        encode(config, task, source, Path(config.data.encoded_dir))
 
     return command.run("maxdiff.data.encode", argv, action)
 
@@ -77,7 +78,7 @@ def settle(config: Config, task: Task, source: Source | EncodedSource) -> tuple[
         ValueError: if what is encoded is not what the configuration asks for, with the reasons.
     """
     if config.data.cache_latents_text_encoder_outputs and not isinstance(source, EncodedSource):
-        folder = Path(config.data.encoded_dir).expanduser() if config.data.encoded_dir else config.run.folder / "encoded"
+        folder = Path(config.data.encoded_dir) if config.data.encoded_dir else config.run.folder / "encoded"
         encode(config, task, source, folder)
         source = EncodedSource(folder)
     if not isinstance(source, EncodedSource):
@@ -116,7 +117,8 @@ def encode(config: Config, task: Task, source: Source, folder: Path) -> Pace:
     started = time.perf_counter()
     check_encodes(config)
     contents = made_of(config, task, source.fingerprint())
-    if (folder / FINISHED).is_file():
+    shards = range(-(-len(source) // ROWS))
+    if (folder / FINISHED).is_file() and (folder / EMPTY).is_file() and all(is_there(folder, n) for n in shards):
         begin(folder, contents)
         say(f"{folder} is encoded already")
         return Pace(0, "examples", started)
@@ -134,9 +136,8 @@ def encode(config: Config, task: Task, source: Source, folder: Path) -> Pace:
     sharding, weights = NamedSharding(mesh, PartitionSpec("data")), _here(task, mesh)
     if jax.process_index() == 0:
         write_arrays(folder / EMPTY, _empty(config, task, weights))
-    shards = -(-len(source) // ROWS)
-    mine = [n for n in range(shards) if n % jax.process_count() == jax.process_index()]
-    missing = [n for n in mine if not (folder / shard_name(n)).is_file()]
+    mine = [n for n in shards if n % jax.process_count() == jax.process_index()]
+    missing = [n for n in mine if not is_there(folder, n)]
     rows = lambda numbers: sum(min(len(source), (n + 1) * ROWS) - n * ROWS for n in numbers)
     pace = Pace(rows(missing), "examples", started)
     at_once = config.batch.per_device_batch_size * len(jax.local_devices())
@@ -159,7 +160,11 @@ def encode(config: Config, task: Task, source: Source, folder: Path) -> Pace:
     if jax.process_index() == 0:
         mix = source.mix if isinstance(source, Mixed) else None
         form = {key: getattr(config.data, key) for key in ("dataset_type", "train_split")}
-        finish(folder, contents, len(source), path=config.data.train_data_dir, form=form, mix=mix)
+        path = config.data.train_data_dir
+        on_hub = config.data.dataset_type == "hf" and not Path(path).exists()
+        if path and not is_remote(path) and not on_hub:
+            path = os.path.abspath(path)  # to be found again from another working directory
+        finish(folder, contents, len(source), path=path, form=form, mix=mix)
         say(f"wrote {folder}")
     wait_for_all("encoded")
     return pace
@@ -263,18 +268,13 @@ def _batches(
         ValueError: past max_bad_fraction; bad examples are replaced as in training.
     """
     plan = inputs.make_plan(config)
-    seen, bad = 0, 0
+    tally = BadTally(config.data.max_bad_fraction)
     with ThreadPoolExecutor(THREADS, "maxdiff-encode") as pool:
         for shard in shards:
             for first in range(shard * ROWS, min(len(source), (shard + 1) * ROWS), at_once):
                 indexes = range(first, min(first + at_once, len(source), (shard + 1) * ROWS))
                 examples, batch = _load(source, plan, list(task.tokenizers.values()), indexes, at_once, pool)
-                seen, bad = seen + len(examples), bad + sum(len(example.bad) for example in examples)
-                for error in (error for example in examples for error in example.bad):
-                    say(f"bad example, replaced by the next: {error}")
-                if seen >= MIN_SEEN and bad > config.data.max_bad_fraction * seen:
-                    limit = f"max_bad_fraction={config.data.max_bad_fraction}"
-                    raise ValueError(f"{bad} of {seen} examples are bad, more than {limit}")
+                tally.add(len(examples), [example.bad[0] for example in examples if example.bad], min(MIN_SEEN, len(source)))
                 sizes = {name: np.array([getattr(x.picture, name) for x in examples], np.int32) for name in SIZES}
                 yield examples, sizes, batch
 

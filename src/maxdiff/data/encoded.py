@@ -8,6 +8,7 @@ encoding.json says what all of it was made of and is written first, encoded.json
 
 import hashlib
 import json
+import re
 import threading
 import zlib
 from collections.abc import Mapping, Sequence
@@ -46,11 +47,7 @@ class EncodedSource:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        if not (folder / FINISHED).is_file():
-            raise ValueError(f"{folder} holds an encoding that is not finished: run python -m maxdiff.data.encode again")
-        manifest = read_json(folder / FINISHED)
-        if manifest.get("version") != VERSION:
-            raise ValueError(f"{folder} was encoded by another version of MaxDiff: encode it again")
+        manifest = _manifest(folder)
         self.made_of: dict[str, Any] = manifest["made_of"]
         self.path: str = manifest["path"]
         self.form: dict[str, str] = manifest["form"]
@@ -124,6 +121,14 @@ def is_encoded(path: str | Path) -> bool:
     return any((Path(path) / name).is_file() for name in (BEGUN, FINISHED))
 
 
+def is_there(folder: Path, number: int) -> bool:
+    """Whether a shard is there, and of its size if the encoding was finished once."""
+    path = folder / shard_name(number)
+    if not path.is_file() or not (folder / FINISHED).is_file():
+        return path.is_file()
+    return path.stat().st_size == _manifest(folder)["bytes"][number]
+
+
 def shard_name(number: int) -> str:
     """A shard's file name."""
     return f"shard-{number:06d}.safetensors"
@@ -164,7 +169,8 @@ def begin(folder: Path, made_of: Mapping[str, Any]) -> None:
     for name in (FINISHED, BEGUN):
         if (folder / name).is_file():
             if reasons := differences(read_json(folder / name)["made_of"], made_of):
-                raise ValueError(f"{folder} holds another encoding ({'; '.join(reasons)}); allowed: another encoded_dir")
+                raise ValueError(f"{folder} holds another encoding ({'; '.join(reasons)}); allowed: another encoded_dir, or to "
+                                 "remove this one")  # fmt: skip
             return
     if folder.is_dir() and any(folder.iterdir()):
         raise ValueError(f"{folder} holds other files; allowed: a new folder")
@@ -179,11 +185,24 @@ def finish(folder: Path, made_of: Mapping[str, Any], examples: int, **origin: An
 
 def differences(there: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
     """Why an encoding made of `there` is not one of `wanted`; names that only one of them has count too."""
-    return [
-        f"{name}: {there.get(name)!r} is encoded, {wanted.get(name)!r} is asked for"
-        for name in sorted({*there, *wanted})
-        if there.get(name) != wanted.get(name)
-    ]
+    said = []
+    for name in sorted({*there, *wanted}):
+        old, new = there.get(name), wanted.get(name)
+        if old != new:
+            hashes = all(isinstance(value, str) and re.fullmatch("[0-9a-f]{16,}", value) for value in (old, new))
+            said.append(f"{name}: another is encoded" if hashes else f"{name}: {old!r} is encoded, {new!r} is asked for")
+    return said
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    if not (folder / FINISHED).is_file():
+        raise ValueError(f"{folder} holds an encoding that is not finished: run python -m maxdiff.data.encode again")
+    found = read_json(folder / FINISHED)
+    if found.get("version") != VERSION:
+        raise ValueError(f"{folder} was encoded by another version of MaxDiff: encode it again, into another folder")
+    if lacking := {"made_of", "path", "form", "mix", "examples", "bytes"} - found.keys():
+        raise ValueError(f"{folder / FINISHED} is damaged: it has no {min(lacking)}; encode again, into another folder")
+    return found
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -109,14 +109,32 @@ class Filter:
         if not re.fullmatch(rf"\s*({'|'.join(OPERATORS)})\s*\S.*", self.condition):
             raise ValueError(f"filters: {self.field}: {self.condition!r} is no condition (allowed: one of "
                              f"{', '.join(OPERATORS)} and a value, as \"<=0.5\")")  # fmt: skip
+        sign, wanted = self._parts
+        if sign not in ("==", "!=") and _number(wanted) is None:
+            raise ValueError(f"filters: {self.field}: {self.condition!r} compares with {wanted!r} (allowed: a number)")
 
     def keeps(self, fields: Mapping[str, Any]) -> bool:
-        """Whether an example with these fields is kept: compared as numbers where both sides are, else == and != as texts."""
-        sign = next(sign for sign in OPERATORS if self.condition.strip().startswith(sign))
-        wanted, value = self.condition.strip()[len(sign) :].strip(), fields.get(self.field)
+        """Whether an example with these fields is kept: compared as numbers where both sides are, else == and != as texts.
+
+        True and false, in any spelling, are the numbers 1 and 0.
+        """
+        (sign, wanted), value = self._parts, fields.get(self.field)
         if value is None:
             return False
-        try:
-            return OPERATORS[sign](float(value), float(wanted))
-        except (TypeError, ValueError):
-            return sign in ("==", "!=") and OPERATORS[sign](str(value), wanted)
+        if (number := _number(value)) is not None and (limit := _number(wanted)) is not None:
+            return OPERATORS[sign](number, limit)
+        return sign in ("==", "!=") and OPERATORS[sign](str(value), wanted)
+
+    @property
+    def _parts(self) -> tuple[str, str]:
+        condition = self.condition.strip()
+        sign = next(sign for sign in OPERATORS if condition.startswith(sign))
+        return sign, condition[len(sign) :].strip()
+
+
+def _number(value: Any) -> float | None:
+    truth = {"true": 1.0, "false": 0.0}.get(str(value).strip().lower())
+    try:
+        return float(value) if truth is None else truth
+    except (TypeError, ValueError):
+        return None

@@ -31,6 +31,8 @@ def open_hf(path: str, columns: Columns, image_column: str, split: str, cache_di
         if split not in found:
             raise ValueError(f"{path} has no train_split={split!r} (allowed: {sorted(map(str, found))})")
         found = found[split]
+    elif is_saved(Path(path)) and split not in ("train", str(found.split)):
+        raise ValueError(f"{path} has no train_split={split!r}: it is one split (allowed: train)")
     check_columns(path, found.column_names, image_column, columns)
     if not len(found):
         raise ValueError(f"{path} is empty: it has no rows")

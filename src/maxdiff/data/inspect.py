@@ -55,7 +55,7 @@ def inspect(config: Config, examples: int) -> Iterator[str]:
     """
     source = inputs.open_training(config)
     if isinstance(source, EncodedSource):
-        yield f"{len(source)} examples, encoded in {source.folder} from {source.path}"
+        yield f"{len(source)} examples, encoded in {source.folder}{f' from {source.path}' if source.path else ''}"
         yield from (f"  {name}: {value!r}" for name, value in source.made_of.items())
         yield from (f"  {name}: {list(shape)} {dtype.name}" for name, (shape, dtype) in source.shapes().items())
         return
@@ -74,8 +74,8 @@ def inspect(config: Config, examples: int) -> Iterator[str]:
     if plan.buckets:
         yield from plan.buckets.describe(config.batch.global_batch_size or config.batch.per_device_batch_size)
     yield from _captions([example.caption for example in loaded], published_tokenizer())
-    yield from _bad([error for example in loaded for error in example.bad], count)
-    path = Path(config.run.output_dir or ".").expanduser() / "inspect.png"
+    yield from _bad([example.bad[0] for example in loaded if example.bad], count)
+    path = Path(config.run.output_dir or ".") / "inspect.png"
     write_png(path, sheet(loaded[:SHOWN]))
     yield f"wrote {path}: the first {min(SHOWN, count)}, as they are trained on"
 
@@ -109,7 +109,8 @@ def _captions(captions: Sequence[str], tokenizer: CLIPTokenizer) -> Iterator[str
     yield f"captions cut at {tokenizer.max_length} tokens: {_share(lengths > tokenizer.max_length)}"
     yield f"captions without a word: {_share(lengths <= 2)}"
     most, times = Counter(captions).most_common(1)[0]
-    yield f"different captions: {len(set(captions))}; the most frequent, {times} times: {most[:60]!r}"
+    often = f"; the most frequent, {times} times: {most[:60]!r}" if times > 1 else ""
+    yield f"different captions: {len(set(captions))}{often}"
 
 
 def _bad(errors: Sequence[BadExample], count: int) -> Iterator[str]:

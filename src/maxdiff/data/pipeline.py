@@ -80,7 +80,7 @@ class BatchPlan:
 def load_batch(
     source: Source | EncodedSource, tokenizers: Sequence[Tokenizer], plan: BatchPlan, step: int, pool: Executor | None = None
 ) -> tuple[Batch, list[BadExample]]:
-    """This process's part of the batch of `step`, and the bad examples met on the way.
+    """This process's part of the batch of `step`, and the bad examples that others stand for.
 
     Returns:
         (batch, bad), where batch holds for the b examples of this process
@@ -113,7 +113,7 @@ def load_batch(
     }
     for name, tokenizer in zip(TOKEN_NAMES, tokenizers, strict=False):
         batch[name] = tokenizer([example.caption for example in loaded])
-    return batch, [error for example in loaded for error in example.bad]
+    return batch, [example.bad[0] for example in loaded if example.bad]
 
 
 def step_examples(source: Source | EncodedSource, plan: BatchPlan, step: int) -> tuple[Size, np.ndarray, np.ndarray]:
@@ -144,7 +144,7 @@ def _load_encoded(
         moments = {name: row[f"flip_{name}" if mirrored else name] for name in MOMENTS}
         found.append({**{name: x for name, x in row.items() if not name.startswith("flip_")}, **moments})
         indexes.append(index)
-        bad += met
+        bad += met[:1]
     batch = {name: np.stack([row[name] for row in found]) for name in found[0]}
     return {**batch, "position": rows.astype(np.int32), "index": np.array(indexes, np.int64)}, bad
 
@@ -252,22 +252,34 @@ def _thread_batches(
             step += 1
 
 
+class BadTally:
+    """How many of the examples seen are bad; each is logged once, with its key."""
+
+    def __init__(self, max_bad_fraction: float):
+        self._limit = max_bad_fraction
+        self._seen, self._bad = 0, 0
+        self._logged: set[str] = set()
+        self._last: collections.deque[BadExample] = collections.deque(maxlen=5)
+
+    def add(self, examples: int, bad: Sequence[BadExample], at_least: int = MIN_SEEN) -> None:
+        """So many more were seen, of which these are bad; raises ValueError past the limit, once `at_least` are seen."""
+        self._seen, self._bad = self._seen + examples, self._bad + len(bad)
+        self._last.extend(bad)
+        for error in bad:
+            if error.key not in self._logged:
+                self._logged.add(error.key)
+                logger.warning("bad example, replaced by the next: %s", error)
+        if self._seen >= at_least and self._bad > self._limit * self._seen:
+            raise ValueError(f"{self._bad} of {self._seen} examples are bad, more than max_bad_fraction={self._limit}; "
+                             f"the last: {'; '.join(map(str, self._last))}")  # fmt: skip
+
+
 def _checked(made: Iterator[tuple[Batch, list[BadExample]]], rows: int, max_bad_fraction: float) -> Iterator[Batch]:
     """The batches, while few enough examples are bad."""
-    seen, count = 0, 0
-    logged: set[str] = set()
-    last: collections.deque[BadExample] = collections.deque(maxlen=5)
+    tally = BadTally(max_bad_fraction)
     try:
         for batch, bad in made:
-            seen, count = seen + rows, count + len(bad)
-            last.extend(bad)
-            for error in bad:
-                if error.key not in logged:
-                    logged.add(error.key)
-                    logger.warning("bad example, replaced by the next: %s", error)
-            if seen >= MIN_SEEN and count > max_bad_fraction * seen:
-                raise ValueError(f"{count} of {seen} examples are bad, more than max_bad_fraction={max_bad_fraction}; "
-                                 f"the last: {'; '.join(map(str, last))}")  # fmt: skip
+            tally.add(rows, bad)
             yield batch
     finally:
         made.close()  # pyright: ignore[reportAttributeAccessIssue]

@@ -15,25 +15,28 @@ FIRST, EVERY = 5.0, 10.0
 
 
 class Progress:
-    """How many of a number of files are done, told by whoever does one, in any thread; quick work is not told of."""
+    """How many of a number of files, or whatever, are done, told by whoever does one, in any thread.
 
-    def __init__(self, what: str, total: int):
-        self._what, self._total = what, total
+    Quick work is not told of.
+    """
+
+    def __init__(self, what: str, total: int, of: str = "files"):
+        self._what, self._total, self._of = what, total, of
         self._files, self._bytes, self._lines = 0, 0, 0
         self._start = time.monotonic()
         self._next = self._start + FIRST
         self._lock = threading.Lock()
 
     def add(self, files: int = 0, size: int = 0) -> None:
-        """So many more files and bytes are done."""
+        """So many more files, or whatever, and bytes are done."""
         with self._lock:
             self._files, self._bytes = self._files + files, self._bytes + size
             now = time.monotonic()
             if now >= self._next or (self._lines and self._files == self._total):
                 self._next, self._lines = now + EVERY, self._lines + 1
                 rate = f", {self._bytes / 1e9:.1f} GB" if self._bytes else ""
-                print(f"{self._what}: {self._files} of {self._total} files{rate}, {now - self._start:.0f} s", file=sys.stderr,
-                      flush=True)  # fmt: skip
+                said = f"{self._what}: {self._files} of {self._total} {self._of}{rate}, {now - self._start:.0f} s"
+                print(said, file=sys.stderr, flush=True)
 
 
 def in_threads(

@@ -3,9 +3,7 @@
 import dataclasses
 import hashlib
 import json
-import logging
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +15,11 @@ from maxdiff.data.folders import open_folder, open_tables
 from maxdiff.data.hf import is_saved, open_hf
 from maxdiff.data.parquet import ParquetSource
 from maxdiff.data.paths import check_names, kind_of, local_names
+from maxdiff.data.progress import Progress, in_threads
 from maxdiff.data.remote import is_remote, local_copies
 from maxdiff.data.tar_index import open_indexes
 from maxdiff.data.tars import TarSource
 from maxdiff.weights.tensors import write_atomically
-
-logger = logging.getLogger(__name__)
 
 # Fields of as many examples are read at once; they are a few hundred bytes each, in files that may be far away.
 FILTER_THREADS = 32
@@ -103,10 +100,14 @@ def _open(path: str, columns: Columns, cache: Path | None, form: Format) -> Sour
 
 
 class Subset:
-    """Some examples of a source, in its order."""
+    """Some examples of a source, in its order.
+
+    Attributes:
+        whole: how many the source has.
+    """
 
     def __init__(self, source: Source, rows: np.ndarray):
-        self._source, self._rows = source, rows
+        self._source, self._rows, self.whole = source, rows, len(source)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -137,15 +138,20 @@ def filtered(source: Source, filters: Sequence[Filter], cache_dir: Path | None =
     if kept and kept.is_file() and kept.stat().st_size % 8 == 0:
         rows = np.fromfile(kept, "<i8")
     else:
-        with ThreadPoolExecutor(FILTER_THREADS) as pool:
-            chunks = [range(i, min(i + FILTER_CHUNK, len(source))) for i in range(0, len(source), FILTER_CHUNK)]
-            found = pool.map(lambda chunk: [i for i in chunk if _meets(source, i, filters)], chunks)
-            rows = np.array([i for chunk in found for i in chunk], np.int64)
+        progress = Progress("filtering", len(source), "examples")
+
+        def meeting(chunk: range) -> list[int]:
+            found = [i for i in chunk if _meets(source, i, filters)]
+            progress.add(len(chunk))
+            return found
+
+        chunks = [range(i, min(i + FILTER_CHUNK, len(source))) for i in range(0, len(source), FILTER_CHUNK)]
+        found = in_threads(meeting, chunks, FILTER_THREADS)
+        rows = np.array([i for chunk in found for i in chunk], np.int64)
         if kept:
             write_atomically(kept, [rows.astype("<i8").tobytes()])
     if not len(rows):
         raise ValueError(f"filters: none of {len(source)} examples meets {', '.join(said)}")
-    logger.info("filters keep %d of %d examples: %s", len(rows), len(source), ", ".join(said))
     return Subset(source, rows)
 
 

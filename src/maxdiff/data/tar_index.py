@@ -22,8 +22,8 @@ from maxdiff.weights.tensors import write_atomically
 
 logger = logging.getLogger(__name__)
 
-IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
-VERSION = 3
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp")
+VERSION = 4
 # Headers of as many tars are read at once: they may be far away.
 TARS_AT_ONCE = 16
 KEY_END, IMAGE, TEXT, JSON, CLASS, COLUMNS = 0, 1, 3, 5, 7, 9
