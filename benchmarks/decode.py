@@ -5,12 +5,13 @@
 
 Prints one JSON line a way, resolution and size of JPEG (without --jpeg, of the files as they are). `draft` is how many
 times the wanted pixels a JPEG decoded at 1/2, 1/4 or 1/8 scale must still have (null: it is decoded in full),
-`reducing_gap` Pillow's option of that name, `maxdiff` is make_picture. Milliseconds are of processor time, an image's the
+`reducing_gap` Pillow's option of that name, `maxdiff` is make_picture, by either of its resizers. Milliseconds are of processor time, an image's the
 least of `--repeats`, and of these the mean. PSNR is in dB, over the images: its mean and least. Then one line with the
 milliseconds that a batch of the images takes in each stage.
 """
 
 import argparse
+import functools
 import io
 import itertools
 import json
@@ -90,9 +91,11 @@ def ways(images: Sequence[bytes], resolution: int, repeats: int) -> list[dict[st
          lambda data, way=(draft, filter_, gap): square(data, resolution, *way), whole)
         for draft, filter_, gap in WAYS
     ]  # fmt: skip
-    # Its square lies on whole pixels of the resized image, so it is compared with itself, on the same pixels without a JPEG.
-    ours = lambda data: make_picture(data, "", [0] * 4, resolution).image
-    named.append(({"way": "maxdiff"}, ours, [ours(lossless(data)) for data in images]))
+    # Its square lies on whole pixels of the resized image: compared with Pillow's LANCZOS of the same pixels, in no JPEG.
+    ours = lambda data, resizer="simd": make_picture(data, "", [0] * 4, resolution, resizer=resizer).image
+    wanted = [ours(lossless(data), "pillow") for data in images]
+    for resizer in ("simd", "pillow"):
+        named.append(({"way": "maxdiff", "resizer": resizer}, functools.partial(ours, resizer=resizer), wanted))
     lines = []
     for name, way, wanted in named:
         took, got = zip(*(timed(lambda data=data, way=way: way(data), repeats) for data in images), strict=True)

@@ -122,5 +122,5 @@ def test_a_path_may_begin_at_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     config = load_config(CONFIGS / "base.yml", given)
     assert config.run.folder == tmp_path / "runs"
     assert config.data.dataset_save_location == str(tmp_path)
-    assert config.data.data_mix == ((f"{tmp_path}/a.tar", 1), ("/b.tar", 2))
+    assert config.data.data_mix == ([f"{tmp_path}/a.tar", 1], ["/b.tar", 2])
     assert config.sampling.prompt == "~/a cat"

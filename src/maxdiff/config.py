@@ -464,7 +464,7 @@ def _parse(text: str, where: str) -> Any:
 def _from_home(value: Any) -> Any:
     """With ~ as the shell has it, which leaves it alone behind `key=`."""
     if isinstance(value, tuple | list):
-        return tuple(_from_home(item) for item in value)
+        return type(value)(_from_home(item) for item in value)
     return os.path.expanduser(value) if isinstance(value, str) else value
 
 

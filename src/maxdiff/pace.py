@@ -30,14 +30,14 @@ class Pace:
         if now - self._said > SECONDS and self._done > self._at_first:
             rate = self.rate()
             left = (self._total - self._done) / rate
-            say(f"{self._done}/{self._total} {self._what}, {rate:.3g} {self._what}/s, {left:.0f} s left")
+            say(f"{self._done}/{self._total} {self._what}, {digits(rate)} {self._what}/s, {left:.0f} s left")
             self._said = now
 
     def end(self, verb: str, skipped: int) -> None:
         """All are done, and so many more were there before."""
         parts = [f"{self.counted(self._done)} {verb}"] if self._done else []
         if self._done > self._at_first:
-            parts.append(f"{self.rate():.3g} {self._what}/s after the first")
+            parts.append(f"{digits(self.rate())} {self._what}/s after the first")
         parts += [f"{self.counted(skipped)} there already"] if skipped else []
         say(", ".join(parts))
 
@@ -48,3 +48,8 @@ class Pace:
     def rate(self) -> float:
         """So many a second, after the first batch."""
         return (self._done - self._at_first) / (time.perf_counter() - self._first)
+
+
+def digits(value: float) -> str:
+    """Three digits of a number, or all those before its point: 0.123, 12.3, 1234."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
