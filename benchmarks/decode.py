@@ -5,9 +5,9 @@
 
 Prints one JSON line a way, resolution and size of JPEG (without --jpeg, of the files as they are). `draft` is how many
 times the wanted pixels a JPEG decoded at 1/2, 1/4 or 1/8 scale must still have (null: it is decoded in full),
-`reducing_gap` Pillow's option of that name, `maxdiff` is make_picture, by either of its resizers. Milliseconds are of processor time, an image's the
-least of `--repeats`, and of these the mean. PSNR is in dB, over the images: its mean and least. Then one line with the
-milliseconds that a batch of the images takes in each stage.
+`reducing_gap` Pillow's option of that name, `maxdiff` is make_picture, by either of its resizers. Milliseconds are of
+processor time, an image's the least of `--repeats`, and of these the mean. PSNR is in dB, over the images: its mean and
+least. Then one line with the milliseconds that a batch of the images takes in each stage.
 """
 
 import argparse
