@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable
@@ -14,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from maxdiff import build, generate, inputs, judge, processes
+from maxdiff import build, generate, health, inputs, judge, processes, rollback
 from maxdiff.checkpoint import Checkpoints
-from maxdiff.config import Config
+from maxdiff.config import Config, write_config
 from maxdiff.data import encode
 from maxdiff.data.encoded import EncodedSource
 from maxdiff.data.pipeline import load_batch, load_example
@@ -397,3 +398,39 @@ def overdrawn(config: Config) -> str:
     except ValueError as error:
         return str(error)
     return "drawn"
+
+
+def kept(config: Config) -> list[int]:
+    """Of five checkpoints, the third the best."""
+    shutil.rmtree(config.run.folder / "checkpoints", ignore_errors=True)
+    with build.open_checkpoints(config) as checkpoints:
+        checkpoints.losses |= {1: 0.5, 3: 0.1, 5: 0.2}
+        for step in range(1, 8):
+            checkpoints.save(step, {"x": jnp.zeros(2)})
+        checkpoints.wait()
+        return checkpoints.steps()
+
+
+def bad_batch(config: Config) -> int:
+    """The first bad one of a spike and three losses that are no number."""
+    state = health.healthy()
+    for loss in (1.0, 1.0, 5.0, 1.0, np.nan, np.nan, np.nan):
+        scalar = jnp.float32(loss)
+        state = health.after_batch(state, build.make_guard(config), scalar, health.is_good(scalar, scalar))
+    return int(state.bad_batch)
+
+
+def rollback_limit(config: Config) -> str:
+    return rollback.reached(config.safety, 2, [1])
+
+
+def watched(config: Config) -> int:
+    """Threads that look after the run."""
+    return len(build.make_watch(config)._threads)
+
+
+def changed(config: Config) -> str:
+    """Of a run that began with another seed."""
+    config.run.folder.mkdir(parents=True, exist_ok=True)
+    (config.run.folder / "config.yml").write_text(write_config(config).replace("seed: 0", "seed: 1"))
+    return refusal(lambda: build.check_restart(config))

@@ -1,5 +1,6 @@
 """Kinds of training and what a run leaves behind, in this process: pictures, pipelines, an audit."""
 
+import re
 import shutil
 from pathlib import Path
 
@@ -54,6 +55,7 @@ def test_a_run_leaves_what_the_readme_says(run: Path):
     assert {path.name for path in run.iterdir()} == {
         "config.yml",
         "data.json",
+        "heartbeat.json",
         "checkpoints",
         "metrics",
         "tensorboard",
@@ -214,11 +216,16 @@ def test_what_a_run_is_cannot_change(run: Path, tmp_path: Path, override: str):
 
 
 def test_what_else_has_changed_is_said(run: Path, capsys):
-    check_restart(load_config(run / "config.yml", ["learning_rate=1", "seed=3", "jax_cache_dir=x"]))
-    assert capsys.readouterr().out.splitlines() == [
-        "changed since the last start: seed: 0 -> 3",
-        "changed since the last start: learning_rate: 0.001 -> 1",
-    ]
+    said = ["changed since the last start: seed: 0 -> 3", "changed since the last start: learning_rate: 0.001 -> 1"]
+    changed = ["learning_rate=1", "seed=3", "jax_cache_dir=x", "train_data_dir=elsewhere", "ici_fsdp_parallelism=2"]
+    with pytest.raises(
+        ValueError, match=r"seed=3 is another than the run began with, 0: .* \(allowed: that, or allow_config_change"
+    ):
+        check_restart(load_config(run / "config.yml", changed))
+    lines = capsys.readouterr().out.splitlines()
+    assert set(said) <= set(lines)
+    check_restart(load_config(run / "config.yml", [*changed, "allow_config_change=true"]))
+    assert set(lines) <= set(capsys.readouterr().out.splitlines())
 
 
 def test_a_failure_after_the_last_step_loses_nothing(tmp_path: Path):
@@ -272,6 +279,10 @@ def test_the_global_batch_stays_what_the_first_start_made_it(run: Path):
 def test_a_run_whose_data_have_changed_says_so(tmp_path: Path, capsys: pytest.CaptureFixture):
     """And not a run whose data have not."""
     for path, changed in ((HELD_OUT, False), (HELD_OUT, False), (str(ROOT / "data" / "emoji" / "train-000000.tar"), True)):
-        inputs.check_data(tmp_path, inputs.open_examples(configuration(tmp_path, f"train_data_dir={path}"), "train_data_dir"))
-        said = capsys.readouterr().out
-        assert ("the training data have changed since the last start (165 examples then, " in said) == changed
+        source = inputs.open_examples(configuration(tmp_path, f"train_data_dir={path}"), "train_data_dir")
+        message = "the training data have changed since the last start (165 examples then, "
+        if changed:
+            with pytest.raises(ValueError, match="train_data_dir: " + re.escape(message)):
+                inputs.check_data(tmp_path, source, may_change=False)
+        inputs.check_data(tmp_path, source, may_change=changed)
+        assert (message in capsys.readouterr().out) == changed

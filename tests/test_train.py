@@ -10,9 +10,9 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from maxdiff.loop import due
 from maxdiff.metrics import read_metrics
 from maxdiff.pipeline import Pipeline
-from maxdiff.train import due
 
 ROOT = Path(__file__).parent.parent
 

@@ -15,11 +15,13 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from maxdiff.checkpoint import Checkpoints, has_checkpoints
+from maxdiff.checkpoint import Checkpoints, has_checkpoints, restore_latest
 from maxdiff.config import SECTIONS, Config, flat, load_config
 from maxdiff.diffusion.sampler_config import KEYS, sampler_name
 from maxdiff.draw import Draw, DrawConfig, draw_function
 from maxdiff.gradients import BATCH_AXES, gradient_function
+from maxdiff.health import Guard
+from maxdiff.metrics import METRICS, read_metrics
 from maxdiff.models.network import Network, Params, unflatten
 from maxdiff.optim import Schedule, learning_rate_schedule, make_optimizer
 from maxdiff.processes import say
@@ -28,6 +30,7 @@ from maxdiff.sharding import Layout, make_mesh
 from maxdiff.state import TrainState, abstract_state, make_state, state_shardings
 from maxdiff.step import Ema, ShardedUpdate, make_train_step
 from maxdiff.task import Task
+from maxdiff.watch import Watch
 
 # Programs of a bucket each, which take gigabytes in the making.
 COMPILED_AT_ONCE = 4
@@ -37,6 +40,12 @@ HERE = {"output_dir", "jax_cache_dir", "resume_from", "skip_jax_distributed_syst
 # Keys that say what its networks and its state are.
 STORED = {field.name for field in dataclasses.fields(SECTIONS["model"])} | {"optimizer", "moment_dtype", "use_ema"}
 STORED -= {"activations_dtype", "precision", "attention", "remat"}
+# Keys that decide which examples and noise a step has, and what its loss is. Where the data lie is no part of it: whether they
+# are the same is seen by their contents (`inputs.check_data`).
+EXACT = {field.name for section in ("data", "objective") for field in dataclasses.fields(SECTIONS[section])}
+EXACT -= {"train_data_dir", "dataset_type", "train_split", "dataset_save_location", "data_workers", "max_bad_fraction",
+          "encoded_dir", "encoded_dtype", "cache_latents_text_encoder_outputs", "eval_data_dir", "eval_examples"}  # fmt: skip
+EXACT |= {"seed", "global_batch_size"}
 
 
 def require(config: Config, *keys: str) -> None:
@@ -133,7 +142,8 @@ def check_restart(config: Config) -> None:
     """Say what has changed since the last start of a run that goes on.
 
     Raises:
-        ValueError: for a key that says what the run's networks and state are: they are stored.
+        ValueError: for a key that says what the run's networks and state are: they are stored. And, without
+            allow_config_change, for one that decides which examples and noise a step has, and what its loss is.
     """
     saved = config.run.folder / "config.yml"
     if not saved.is_file():
@@ -146,6 +156,10 @@ def check_restart(config: Config) -> None:
                          "run_name")  # fmt: skip
     if changed:
         say("\n".join(f"changed since the last start: {key}: {before[key]!r} -> {value!r}" for key, value in changed.items()))
+    if not config.safety.allow_config_change and (exact := [key for key in changed if key in EXACT]):
+        key = exact[0]
+        raise ValueError(f"{key}={now[key]!r} is another than the run began with, {before[key]!r}: later steps would not be "
+                         "what they would have been (allowed: that, or allow_config_change=true)")  # fmt: skip
 
 
 def run_key(config: Config, mesh: Mesh) -> jax.Array:
@@ -206,21 +220,33 @@ def abstract_of(config: Config, layout: Layout, task: Task, optimizer: optax.Gra
     return abstract_state(make, optimizer, stored, updates if config.optimizer.shard_optimizer else None)
 
 
+def open_checkpoints(config: Config) -> Checkpoints:
+    """The run's checkpoints, with what the configuration says of keeping them."""
+    output, folder = config.output, config.run.folder
+    checkpoints = Checkpoints(folder / "checkpoints", keep_last=output.checkpoints_to_keep,
+                              keep_every=output.keep_checkpoint_every, keep_best=output.keep_best_checkpoint)  # fmt: skip
+    if output.keep_best_checkpoint and (folder / METRICS).is_file():
+        checkpoints.losses |= {r["step"]: r["held_out_loss"] for r in read_metrics(folder) if "held_out_loss" in r}
+    return checkpoints
+
+
 def begin(config: Config, task: Task, optimizer: optax.GradientTransformationExtraArgs, abstract: TrainState,
           checkpoints: Checkpoints) -> TrainState:  # fmt: skip
     """The state that this start goes on from.
 
-    1. The run's own latest checkpoint.
+    1. The run's own latest checkpoint that is whole.
     2. The checkpoint that `resume_from` names: its whole state, step included.
     3. Pretrained weights, where the configuration names some.
     4. Random weights.
 
     Raises:
-        FileNotFoundError, ValueError: if a checkpoint or weights cannot be read; none is passed over for the next.
+        FileNotFoundError, ValueError: if none of the run's checkpoints is whole, or what is named cannot be read; nothing
+            is passed over for the next of these.
     """
-    if steps := checkpoints.steps():
-        say(f"going on from step {steps[-1]} in {checkpoints.folder}")
-        return checkpoints.restore(steps[-1], abstract)
+    if checkpoints.steps():
+        step, state = restore_latest(checkpoints, abstract)
+        say(f"going on from step {step} in {checkpoints.folder}")
+        return state
     if config.run.resume_from:
         folder, step = find_checkpoint(config.run.resume_from)
         say(f"beginning with step {step} in {folder}")
@@ -260,8 +286,19 @@ def make_step(config: Config, layout: Layout, task: Task, optimizer: optax.Gradi
                                 {name: layout.update_shardings(n) for name, n in networks.items()})  # fmt: skip
     gradients = gradient_function(task.losses, layout.mesh, trained_specs(layout, task), accumulation, update_specs)
     ema = Ema(config.optimizer.ema_decay, True, config.optimizer.ema_start_step) if config.optimizer.use_ema else None
-    step = make_train_step(gradients, optimizer, ema, sharded)
+    step = make_train_step(gradients, optimizer, ema, sharded, make_guard(config))
     return jax.jit(step, donate_argnums=0, out_shardings=(state_shardings(abstract), None))
+
+
+def make_guard(config: Config) -> Guard:
+    """What counts as a bad step."""
+    return Guard(config.safety.max_skipped_steps, config.safety.max_loss_spike)
+
+
+def make_watch(config: Config) -> Watch:
+    """Who watches whether steps are made; the first of several processes says so in the run's folder."""
+    folder = config.run.folder if jax.process_index() == 0 else None
+    return Watch(folder, hang_timeout_seconds=config.safety.hang_timeout_seconds)
 
 
 def compile_step(

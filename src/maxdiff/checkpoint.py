@@ -1,11 +1,19 @@
 """A run's checkpoints: saved by Orbax in the background, and verified when they are restored.
 
+    python -m maxdiff.checkpoint list runs/my_run
+    python -m maxdiff.checkpoint verify runs/my_run [step=1000]
+    python -m maxdiff.checkpoint export runs/my_run [step=1000] [key=value ...]
+
 Orbax does not notice a byte that changed in an array's file, so each save carries a checksum of every leaf,
 which does not depend on how the leaf is split over devices.
 """
 
+import dataclasses
+import itertools
 import logging
-from collections.abc import Mapping
+import math
+import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -15,10 +23,18 @@ import numpy as np
 from jax import lax
 from orbax.checkpoint import v1 as ocp
 
+from maxdiff.processes import agree, wait_for_all
+
 Tree = TypeVar("Tree")
 logger = logging.getLogger(__name__)
 
 MAX_LISTED = 8
+# What Orbax calls a save that is not finished.
+UNFINISHED = "orbax-checkpoint-tmp"
+
+
+class DamagedCheckpoint(ValueError):
+    """A checkpoint that cannot be read, or is not as it was saved."""
 
 
 class Checkpoints:
@@ -28,19 +44,25 @@ class Checkpoints:
         folder: created if need be. One run at a time.
         keep_last: how many of the newest to keep; None keeps all.
         keep_every: also keep those whose step is a multiple of this.
+        keep_best: also keep the one with the least held-out loss of those that have one, see `losses`.
         read_only: leave unfinished saves alone: they may be those of a run that is training now.
 
     Every process calls every method.
+
+    Attributes:
+        losses: the held-out loss of steps, which whoever measures it fills in.
     """
 
-    def __init__(
-        self, folder: str | Path, *, keep_last: int | None = None, keep_every: int | None = None, read_only: bool = False
-    ):
+    def __init__(self, folder: str | Path, *, keep_last: int | None = None, keep_every: int | None = None,
+                 keep_best: bool = False, read_only: bool = False):  # fmt: skip
         self.folder = Path(folder)
+        self.losses: dict[int, float] = {}
         policies = ocp.training.preservation_policies
         keep: list[Any] = [policies.LatestN(keep_last)]
         if keep_every:
             keep.append(policies.EveryNSteps(keep_every))
+        if keep_best:
+            keep.append(_Best(self.losses))
         self._checkpointer = ocp.training.Checkpointer(
             str(self.folder.resolve()),
             preservation_policy=cast(Any, policies.AnyPreservationPolicy(keep)),
@@ -79,14 +101,22 @@ class Checkpoints:
         self._saving = self._checkpointer.save_async(step, leaves, force=True, overwrite=True, custom_metadata=metadata)
 
     def wait(self) -> None:
-        """Wait until the last save is on disk."""
+        """Wait until the last save is on disk; raises what it failed with, and leaves nothing of it behind."""
         saving, self._saving = self._saving, None
         if saving is not None:
-            saving.result()
+            try:
+                saving.result()
+            except BaseException:
+                self._clear_unfinished()
+                raise
 
     def notes(self, step: int) -> dict[str, Any]:
         """The JSON that was kept with a checkpoint."""
         return self._metadata(step).get("notes", {})
+
+    def checksums(self, step: int) -> dict[str, int]:
+        """The checksum of each array, as it was when it was saved."""
+        return self._metadata(step)["checksums"]
 
     def restore(self, step: int, abstract: Tree, *, part: bool = False) -> Tree:
         """Read a checkpoint into the shapes, dtypes and shardings of `abstract`, whatever it was saved on.
@@ -97,43 +127,113 @@ class Checkpoints:
 
         Raises:
             FileNotFoundError: if there is no such step, naming those there are.
-            ValueError: if it holds other arrays than `abstract`, or is damaged, naming leaf and cause.
+            ValueError: if it holds other arrays than `abstract`, naming them.
+            DamagedCheckpoint: if it is damaged, naming leaf and cause; on all processes, if it is to one.
         """
         if step not in self.steps():
             there = ", ".join(map(str, self.steps())) or "none"
             raise FileNotFoundError(f"{self.folder} has no checkpoint of step {step} (there are: {there})")
-        where = f"{self.folder / str(step)}"
         wanted = _named(abstract)
+        stored = self._arrays(step)
+        _compare(wanted, {n: x for n, x in stored.items() if n in wanted} if part else stored, f"{self.folder / str(step)}")
+        leaves = self._load(step, wanted, part)
+        return jax.tree.unflatten(jax.tree.structure(abstract), [leaves[name] for name in wanted])
+
+    def verify(self, step: int) -> int:
+        """Read all of a checkpoint into this host's memory; returns its bytes, raises as `restore`."""
+        here = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+        arrays = self._arrays(step)
+        self._load(step, {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here) for name, x in arrays.items()})
+        return sum(math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in arrays.values())
+
+    def set_aside(self, step: int) -> Path:
+        """Rename a damaged checkpoint, so that it is none any more and nothing of it is lost; returns where it is."""
+        names = (f"damaged-{step}" + (f"-{n}" if n else "") for n in itertools.count())
+        path = next(path for path in map(self.folder.joinpath, names) if not path.exists())
+        if jax.process_index() == 0:
+            (self.folder / str(step)).rename(path)
+        wait_for_all("a checkpoint was set aside")
+        self._checkpointer.reload()
+        return path
+
+    def _arrays(self, step: int) -> dict[str, Any]:
+        """Name -> shape and dtype of what is stored."""
         try:
             stored: Any = self._checkpointer.metadata(step).metadata
-            if stored is None:  # Orbax logs why, and gives nothing
-                raise ValueError("its list of arrays cannot be read")
-            _compare(wanted, {n: x for n, x in stored.items() if n in wanted} if part else stored, where)
-            context = ocp.Context()
-            context.pytree.loading.partial_load = part
-            with context:
-                leaves: Any = self._checkpointer.load(step, wanted)
-            sums = self._metadata(step)["checksums"]
-        except (ValueError, FileNotFoundError) as error:
-            if str(error).startswith(where):
-                raise
-            raise ValueError(f"{where} cannot be restored: {_root_cause(error)}") from error
         except Exception as error:
-            raise ValueError(f"{where} cannot be restored: {_root_cause(error)}") from error
+            raise DamagedCheckpoint(f"{self.folder / str(step)} cannot be restored: {root_cause(error)}") from error
+        if stored is None:  # Orbax logs why, and gives nothing
+            raise DamagedCheckpoint(f"{self.folder / str(step)} cannot be restored: its list of arrays cannot be read")
+        return stored
+
+    def _load(self, step: int, wanted: dict[str, Any], part: bool = False) -> dict[str, Any]:
+        """The arrays, when their checksums are right."""
+        where, leaves, sums, failed = self.folder / str(step), {}, {}, ""
+        context = ocp.Context()
+        context.pytree.loading.partial_load = part
+        try:
+            with context:
+                leaves = cast(Any, self._checkpointer.load(step, wanted))
+            sums = self.checksums(step)
+        except Exception as error:
+            failed = f"{where} cannot be restored: {root_cause(error)}"
+        if not agree(not failed):  # before what is computed on the devices of all
+            raise DamagedCheckpoint(failed or f"{where} cannot be restored by another process")
         found = jax.device_get(checksums(leaves))
         damaged = [name for name in wanted if int(found[name]) != sums.get(name)]
         if damaged:
-            raise ValueError(f"{where} is damaged: {_listed(damaged)} differ from what was saved")
-        return jax.tree.unflatten(jax.tree.structure(abstract), [leaves[name] for name in wanted])
+            raise DamagedCheckpoint(f"{where} is damaged: {_listed(damaged)} differ from what was saved")
+        return leaves
+
+    def _clear_unfinished(self) -> None:
+        """What is left of a save that failed would take the room that the next one needs."""
+        if jax.process_index() == 0:
+            for path in self.folder.glob(f"*{UNFINISHED}*"):
+                shutil.rmtree(path, ignore_errors=True)
 
     def _metadata(self, step: int) -> dict[str, Any]:
         metadata: Any = self._checkpointer.metadata(step).custom_metadata
         return metadata or {}
 
 
+def restore_latest(checkpoints: Checkpoints, abstract: Tree) -> tuple[int, Tree]:
+    """(step, state) of the newest checkpoint that is whole; damaged ones are named, loudly, and set aside.
+
+    Raises:
+        ValueError: if none is whole, or one is of other arrays than `abstract`: that is no damage.
+    """
+    damaged = []
+    while steps := checkpoints.steps():
+        try:
+            return steps[-1], checkpoints.restore(steps[-1], abstract)
+        except DamagedCheckpoint as error:
+            damaged.append(checkpoints.set_aside(steps[-1]))
+            logger.error("%s; IT IS NOT USED, and kept as %s", error, damaged[-1])
+    raise ValueError(f"no checkpoint of {checkpoints.folder} is whole (damaged: {', '.join(map(str, damaged))}); allowed: to "
+                     "mend one, or another run_name")  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class _Best:
+    """Orbax's PreservationPolicy that keeps the step of the least loss."""
+
+    losses: Mapping[int, float]
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:  # noqa: ARG002
+        known = {info.step: self.losses[info.step] for info in checkpoints if info.step in self.losses}
+        best = min(known, key=lambda step: known[step], default=None)
+        return [info.step == best for info in checkpoints]
+
+
 def has_checkpoints(folder: Path) -> bool:
     """Whether `Checkpoints` would find any there; nothing is made or mended."""
-    return folder.is_dir() and any(child.name.isdigit() for child in folder.iterdir())
+    return newest_step(folder) is not None
+
+
+def newest_step(folder: Path) -> int | None:
+    """The step of the newest checkpoint there; None if there is none."""
+    steps = [int(child.name) for child in folder.iterdir() if child.name.isdigit()] if folder.is_dir() else []
+    return max(steps, default=None)
 
 
 def _named(tree: Any) -> dict[str, Any]:
@@ -184,7 +284,7 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:MAX_LISTED]) + rest
 
 
-def _root_cause(error: BaseException) -> str:
+def root_cause(error: BaseException) -> str:
     """Orbax wraps what happened several times; the first line of the innermost error."""
     while error.__cause__ is not None:
         error = error.__cause__

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from maxdiff.config import Config, load_config, write_config
+from maxdiff.stop import Stopped
 
 BASE = Path(__file__).parent.parent.parent / "configs" / "base.yml"
 
@@ -15,7 +16,7 @@ def run(program: str, argv: Sequence[str], action: Callable[[Config], object]) -
     `--help` prints every key, and `--print-config` the resolved configuration; neither does anything else.
 
     Returns:
-        The exit status: 2 for a user's mistake, which is told in one line on stderr; 130 after Ctrl-C.
+        The exit status: 2 for a user's mistake, which is told in one line on stderr; that of `Stopped`; 130 after Ctrl-C.
     """
     arguments = [argument for argument in argv if not argument.startswith("-")]
     options = [argument for argument in argv if argument.startswith("-")]
@@ -34,8 +35,11 @@ def run(program: str, argv: Sequence[str], action: Callable[[Config], object]) -
         else:
             action(config)
     except (ValueError, OSError) as error:
-        print(f"{program}: {error}", file=sys.stderr)
+        print("\n".join([f"{program}: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
         return 2
+    except Stopped as stopped:
+        print(f"{program}: {stopped}", file=sys.stderr)
+        return stopped.status
     except KeyboardInterrupt:
         print(f"{program}: interrupted", file=sys.stderr)
         return 130

@@ -326,6 +326,8 @@ class Output:
 
     checkpoint_every: int = -1
     checkpoints_to_keep: int = 3
+    keep_checkpoint_every: int = 0
+    keep_best_checkpoint: bool = False
     log_period: int = 10
     eval_every: int = -1
     export_dtype: str = ""
@@ -336,11 +338,29 @@ class Output:
     def __post_init__(self):
         _between(self, "log_period", 1, math.inf)
         _between(self, "checkpoints_to_keep", 1, math.inf)
+        _between(self, "keep_checkpoint_every", 0, math.inf)
         _between(self, "skip_first_n_steps_for_profiler", 1, math.inf)
         _between(self, "profiler_steps", 1, math.inf)
         for key in ("checkpoint_every", "eval_every"):
             _minus_one_or_more(self, key)
         _one_of(self, "export_dtype", "", "float32", "bfloat16", "float16")
+
+
+@dataclasses.dataclass(frozen=True)
+class Safety:
+    """What happens when something goes wrong."""
+
+    max_skipped_steps: int = 10
+    max_loss_spike: float = 0.0
+    max_rollbacks: int = 3
+    hang_timeout_seconds: float = 0.0
+    allow_config_change: bool = False
+
+    def __post_init__(self):
+        for key in ("max_skipped_steps", "max_rollbacks", "hang_timeout_seconds"):
+            _between(self, key, 0, math.inf)
+        if self.max_loss_spike and not 1 < self.max_loss_spike < math.inf:
+            raise ValueError(f"max_loss_spike={self.max_loss_spike!r} is out of range (allowed: above 1, or 0 for none)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -356,6 +376,7 @@ class Config:
     sampling: Sampling = dataclasses.field(default_factory=Sampling)
     mesh: Mesh = dataclasses.field(default_factory=Mesh)
     output: Output = dataclasses.field(default_factory=Output)
+    safety: Safety = dataclasses.field(default_factory=Safety)
 
 
 SECTIONS: dict[str, Any] = typing.get_type_hints(Config)

@@ -33,11 +33,12 @@ def open_training(config: Config) -> Source | EncodedSource:
     return EncodedSource(Path(path)) if path and is_encoded(path) else open_examples(config, "train_data_dir")
 
 
-def check_data(folder: Path, source: Source | EncodedSource) -> None:
-    """Say it if a run's data are others than at its last start, and remember them.
+def check_data(folder: Path, source: Source | EncodedSource, may_change: bool) -> None:
+    """Remember a run's data, and say it if they are others than at its last start.
 
     Raises:
-        ValueError: if processes see different data: each would make batches of its own.
+        ValueError: if processes see different data: each would make batches of its own. And if the data have changed,
+            unless they may.
     """
     # What is encoded stands for the images it was made of: going over to it changes no example.
     fingerprint = source.made_of["source"] if isinstance(source, EncodedSource) else source.fingerprint()
@@ -45,14 +46,18 @@ def check_data(folder: Path, source: Source | EncodedSource) -> None:
     mine = np.frombuffer(bytes.fromhex(source.fingerprint()[:16]), np.uint32)
     if jax.process_count() > 1 and (multihost_utils.process_allgather(mine) != mine).any():
         raise ValueError("train_data_dir: processes see different data (allowed: the same on every host)")
-    if jax.process_index():
-        return
     kept = folder / "data.json"
-    if kept.is_file() and (before := json.loads(kept.read_text())) != now:
+    before = json.loads(kept.read_text()) if kept.is_file() else now
+    wait_for_all("data.json is read")
+    if before != now:
         counts = f"{before['examples']} examples then, {now['examples']} now"
-        say(f"the training data have changed since the last start ({counts}): each step from here on has other examples "
-            "than it would have had")  # fmt: skip
-    write_json(kept, now)
+        changed = (f"the training data have changed since the last start ({counts}): each step from here on has other examples "
+                   "than it would have had")  # fmt: skip
+        if not may_change:
+            raise ValueError(f"train_data_dir: {changed} (allowed: the same data, or allow_config_change=true)")
+        say(changed)
+    if not jax.process_index():
+        write_json(kept, now)
 
 
 def open_examples(config: Config, key: str) -> Source:

@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+# Where records lie in a run's folder.
+METRICS = Path("metrics", "metrics.jsonl")
 # How values stand in a line; others as their name and four digits.
 FORMATS = {
     "learning_rate": "lr {:.2e}",
@@ -40,6 +42,9 @@ class Metrics:
         peak_flops: FLOP/s of a device at most; None leaves utilisation (MFU) out.
         first, last: the step that this start goes on from, and the run's last.
 
+    Attributes:
+        held_out_losses: step -> loss, of this start.
+
     Raises:
         ValueError: if an earlier start's metrics.jsonl is damaged.
     """
@@ -47,6 +52,7 @@ class Metrics:
     def __init__(self, folder: Path | None, *, global_batch: int, devices: int, flops: float,
                  peak_flops: float | None = None, first: int, last: int):  # fmt: skip
         self._batch, self._devices, self._flops, self._peak = global_batch, devices, flops, peak_flops
+        self.held_out_losses: dict[int, float] = {}
         self._tensorboard: Any = None
         self._sinks: list[Any] = []
         if folder is not None:
@@ -90,6 +96,8 @@ class Metrics:
 
     def log_held_out(self, step: int, values: dict[str, float]) -> None:
         """Log means over held-out examples, such as loss; the line compares each with the run's first."""
+        if "loss" in values:
+            self.held_out_losses[step] = float(values["loss"])
         self._record("held_out", step, {key: float(value) for key, value in values.items()})
 
     def image(self, step: int, name: str, array: np.ndarray) -> None:
@@ -103,6 +111,10 @@ class Metrics:
         """Show a text, such as the configuration, in TensorBoard."""
         if self._tensorboard:
             self._tensorboard.text(name, text)
+
+    def go_back(self, step: int) -> None:
+        """The steps after this one are made once more."""
+        self._step, self._time = step, time.perf_counter()
 
     @contextlib.contextmanager
     def untimed(self) -> Iterator[None]:
@@ -165,7 +177,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 def _path(folder: Path) -> Path:
-    return folder / "metrics" / "metrics.jsonl"
+    return folder / METRICS
 
 
 class _JsonLines:

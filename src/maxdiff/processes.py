@@ -153,6 +153,11 @@ def agreed(value: Any) -> Any:
     return value if jax.process_count() == 1 else np.asarray(multihost_utils.broadcast_one_to_all(value))
 
 
+def agree(fine: bool) -> bool:
+    """Whether all is fine on every process."""
+    return fine if jax.process_count() == 1 else bool(multihost_utils.process_allgather(np.array(fine)).all())
+
+
 def check_shared(folder: Path) -> None:
     """Raise ValueError, on every process, unless all see the same folder: else saving would wait for ever."""
     if jax.process_count() == 1:

@@ -1,4 +1,4 @@
-"""What training changes: parameters, their moving average, the optimizer's moments, the step."""
+"""What training changes: parameters, their moving average, the optimizer's moments, the step, the run's health."""
 
 import dataclasses
 import math
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from maxdiff.health import Health, healthy
 from maxdiff.models.network import Params
 
 
@@ -19,23 +20,25 @@ class TrainState:
     """A tree of arrays, donated to each step and saved as it is.
 
     Attributes:
-        step: optimizer steps made, int32.
+        step: optimizer steps made, int32; those whose update was skipped count.
         params: the trained networks' parameters by part, {"unet": ..., "text_encoder": ...}.
         ema: their moving average, of the same form and float32; None without.
         opt_state: optax's.
+        health: batches drawn, steps skipped, see `Health`.
     """
 
     step: jax.Array
     params: Params
     ema: Params | None
     opt_state: Any
+    health: Health
 
 
 def make_state(params: Params, optimizer: optax.GradientTransformation, *, use_ema: bool) -> TrainState:
     """The state before the first step; the average begins as the parameters, in float32. Jit it with `state_shardings`."""
     # A buffer of its own, as the state is donated; in bfloat16 a decay of 0.9999 would be 1.
     ema = jax.tree.map(lambda p: jnp.array(p, jnp.float32, copy=True), params) if use_ema else None
-    return TrainState(jnp.zeros((), jnp.int32), params, ema, optimizer.init(params))
+    return TrainState(jnp.zeros((), jnp.int32), params, ema, optimizer.init(params), healthy())
 
 
 def abstract_state(
@@ -66,7 +69,8 @@ def abstract_state(
         shapes.params,
         transform_non_params=lambda _: replicated,
     )
-    placed = TrainState(replicated, shardings, updates if shapes.ema is not None else None, moments)  # pyright: ignore[reportArgumentType]
+    health = jax.tree.map(lambda _: replicated, shapes.health)
+    placed = TrainState(replicated, shardings, updates if shapes.ema is not None else None, moments, health)  # pyright: ignore[reportArgumentType]
     return jax.tree.map(lambda s, where: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where), shapes, placed)
 
 

@@ -5,10 +5,12 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax import lax
 
 from maxdiff.gradients import Batch, GradientFunction
+from maxdiff.health import Guard, after_batch, is_good
 from maxdiff.models.network import Params
 from maxdiff.optim import apply_updates, ema_decay, update_ema
 from maxdiff.state import TrainState
@@ -45,29 +47,38 @@ def make_train_step(
     optimizer: optax.GradientTransformationExtraArgs,
     ema: Ema | None,
     sharded: ShardedUpdate | None = None,
+    guard: Guard | None = None,
 ) -> TrainStep:
     """train_step(state, constants, batch, seed_key) -> (state, metrics); jit it and donate the state.
 
-    The step's randomness is fold_in(seed_key, state.step), so it is the same after any restart. Metrics are
-    `loss` (the mean over the batch) and `grad_norm` (before clipping), float32 scalars that stay on the device.
+    The step's randomness is fold_in(seed_key, number of the batch), so it is the same after any restart. Metrics are
+    `loss` (the mean over the batch) and `grad_norm` (before clipping), float32 scalars that stay on the device, and
+    of the new state's health `skipped_steps` and `bad_batch`. Where loss or norm is not finite, the step and the batch
+    count, and nothing else of the state changes.
     With `sharded` the new parameters are gathered once, at the end; without, every device of the data axis
     makes the same update.
     """
 
     def train_step(state: TrainState, constants: Params, batch: Batch, seed_key: jax.Array) -> tuple[TrainState, Metrics]:
-        key = jax.random.fold_in(seed_key, state.step)
+        key = jax.random.fold_in(seed_key, state.health.batch)
         loss, gradient = gradients(state.params, {**constants, "key": key}, batch)
         # A slice of what each device has: nothing is sent.
         params: Any = state.params if sharded is None else lax.with_sharding_constraint(state.params, sharded.updates)
+        norm = optax.tree.norm(gradient)
+        good = is_good(loss, norm)
         updates, opt_state = optimizer.update(gradient, state.opt_state, params)
         step = state.step + 1
-        params = apply_updates(params, updates, step)
+        # Chosen element by element, in the pass that makes the update.
+        choose = lambda new, old: jax.tree.map(lambda n, o: jnp.where(good, n, o), new, old)
+        params = choose(apply_updates(params, updates, step), params)
         average = state.ema
         if ema is not None and average is not None:
-            average = update_ema(average, params, ema_decay(step, ema.decay, ema.warmup, ema.start_step))
+            average = choose(update_ema(average, params, ema_decay(step, ema.decay, ema.warmup, ema.start_step)), average)
         if sharded is not None:
-            params = lax.with_sharding_constraint(params, sharded.stored)
-        metrics = {"loss": loss, "grad_norm": optax.tree.norm(gradient)}
-        return TrainState(step, params, average, opt_state), metrics
+            # Chosen first, then gathered: else the old ones would be gathered too.
+            params = lax.with_sharding_constraint(lax.with_sharding_constraint(params, sharded.updates), sharded.stored)
+        health = after_batch(state.health, guard or Guard(), loss, good)
+        metrics = {"loss": loss, "grad_norm": norm, "skipped_steps": health.skipped, "bad_batch": health.bad_batch}
+        return TrainState(step, params, average, choose(opt_state, state.opt_state), health), metrics
 
     return train_step

@@ -3,29 +3,37 @@
     python train.py configs/base14.yml run_name=my_run output_dir=runs train_data_dir='shards/*.tar'
 
 The run lies in output_dir/run_name: config.yml, data.json, checkpoints/, metrics/metrics.jsonl, tensorboard/, samples/ and
-pipeline/, a diffusers folder. Starting the same command again goes on from the last checkpoint.
+pipeline/, a diffusers folder; lock.json and heartbeat.json say who trains it now. Starting the same command again goes on
+from the last checkpoint that is whole. docs/RUNNING.md says what happens when something goes wrong.
 """
 
+import contextlib
 import functools
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import jax
 
 from maxdiff import build, command, inputs
 from maxdiff.accelerators import peak_flops
-from maxdiff.checkpoint import Checkpoints, has_checkpoints
+from maxdiff.checkpoint import has_checkpoints, newest_step
 from maxdiff.config import Config, write_config
 from maxdiff.data.encode import settle
 from maxdiff.data.encoded import EncodedSource
 from maxdiff.data.examples import Source
 from maxdiff.data.pipeline import prefetch
 from maxdiff.judge import exported, latent_scale, make_judge
+from maxdiff.lock import RunLock
+from maxdiff.loop import Loop
 from maxdiff.metrics import Metrics
 from maxdiff.processes import check_shared, gather, say, start, wait_for_all
+from maxdiff.rollback import roll_back
 from maxdiff.sharding import Layout
 from maxdiff.state import TrainState, describe
+from maxdiff.stop import Signals
 from maxdiff.task import Task, make_task
+from maxdiff.watch import Watch
 from maxdiff.weights.tensors import write_atomically
 
 
@@ -43,13 +51,29 @@ def train(config: Config) -> TrainState:
     """Run, or go on with, the training that a configuration describes; returns the last state.
 
     Raises:
-        ValueError, OSError: for what is wrong with the configuration, before any training.
+        ValueError, OSError: for what is wrong with the configuration, before any training; and during it for data that
+            are bad beyond bounds, and a last checkpoint that cannot be written, with a note of step and last checkpoint.
+        Stopped: after a signal, when all is saved.
     """
     build.require(config, "run_name", "output_dir", "train_data_dir")
     folder = build.make_folder(config)
     check_shared(folder)
     build.use_cache(config)
+    with contextlib.ExitStack() as around:
+        signals = around.enter_context(Signals())
+        if jax.process_index() == 0:
+            around.enter_context(RunLock(folder))
+        watch = around.enter_context(build.make_watch(config))
+        try:
+            return _train(config, folder, signals, watch)
+        except Exception as error:
+            if watch.made is not None:  # in training: what is wrong before is told in one line
+                watch.saved(newest_step(folder / "checkpoints"))
+                error.add_note(watch.place())
+            raise
 
+
+def _train(config: Config, folder: Path, signals: Signals, watch: Watch) -> TrainState:
     # Mesh: which devices, and how examples and parameters are split over them.
     layout = build.layout_of(config)
     mesh = layout.mesh
@@ -63,14 +87,15 @@ def train(config: Config) -> TrainState:
     if goes_on:
         build.check_restart(config)
     task = make_task(config, layout, folder / "pipeline" if goes_on else None)
-    source, task = settle(config, task, source)
-    inputs.check_data(folder, source)
+    with watch.busy("encoding"):
+        source, task = settle(config, task, source)
+    inputs.check_data(folder, source, may_change=config.safety.allow_config_change or not goes_on)
     for name in task.trained:
         say("\n".join([f"{name}:", *layout.describe(task.networks[name])]))
     key = build.run_key(config, mesh)
     judge = make_judge(config, layout, task, key)
 
-    with Checkpoints(folder / "checkpoints", keep_last=config.output.checkpoints_to_keep) as checkpoints:
+    with build.open_checkpoints(config) as checkpoints:
         # State: trained parameters, their average and moments, where the mesh has them.
         rates = build.make_rates(config, task)
         optimizer = build.make_adam(config, rates)
@@ -78,6 +103,8 @@ def train(config: Config) -> TrainState:
         say("\n".join(describe(abstract)))
         state = build.begin(config, task, optimizer, abstract, checkpoints)
         first, last = int(state.step), config.batch.steps(global_batch)
+        if checkpoints.steps():
+            watch.saved(checkpoints.steps()[-1])
         if writes:
             write_atomically(folder / "config.yml", [write_config(config).encode()])
             if not goes_on:
@@ -85,7 +112,8 @@ def train(config: Config) -> TrainState:
 
         if first >= last:
             say(f"nothing is left to train: the run has made {first} of {last} steps")
-            export(config, layout, task, state, source, key)
+            with watch.busy("export"):
+                export(config, layout, task, state, source, key)
             return state
 
         # Data: from this step on, whatever came before.
@@ -94,52 +122,38 @@ def train(config: Config) -> TrainState:
             say("\n".join(plan.buckets.describe(global_batch)))
         tokenizers = list(task.tokenizers.values())
         split = build.batch_sharding(mesh)
-        made = inputs.make_batches(config, source, tokenizers, plan, first)
 
-        peak = peak_flops(mesh.devices.flat[0])
-        with (
-            Metrics(folder if writes else None, global_batch=global_batch, devices=mesh.size, flops=task.flops,
-                    peak_flops=peak, first=first, last=last) as metrics,
-            prefetch(made, functools.partial(build.place, split)) as batches,
-        ):  # fmt: skip
-            # Step: one program, compiled while the first batches are made.
+        with Metrics(folder if writes else None, global_batch=global_batch, devices=mesh.size, flops=task.flops,
+                     peak_flops=peak_flops(mesh.devices.flat[0]), first=first, last=last) as metrics:  # fmt: skip
             metrics.text("configuration", write_config(config))
-            with metrics.untimed():
-                started = time.perf_counter()
-                step = build.make_step(config, layout, task, optimizer, abstract, accumulation)
-                sizes = plan.buckets.shapes if plan.buckets else (None,)
-                shapes = [inputs.abstract_batch(plan, tokenizers, split, source, size) for size in sizes]
-                step = build.compile_step(step, abstract, task.constants, shapes, key)
-                say(f"compiled in {time.perf_counter() - started:.1f} s")
-                if first == 0:
-                    judge(0, state, metrics)
-
-            # Loop: nothing here waits for the device but the log steps.
             profiler = build.make_profiler(config, first)
-            scalars, waited = None, 0.0
-            for number in range(first + 1, last + 1):
-                profiler.step(number, scalars)
-                state, scalars = step(state, task.constants, next(batches), key)
-                judged = number == last or (config.output.eval_every > 0 and number % config.output.eval_every == 0)
-                if judged or number == first + 1 or number % config.output.log_period == 0:
-                    values = {**jax.device_get(scalars), **build.current_rates(rates, number - 1)}
-                    metrics.log(number, values, batches.seconds_waited - waited)
-                    waited = batches.seconds_waited
-                if number == last or due(number, global_batch, config.output.checkpoint_every):
-                    checkpoints.save(number, state)
-                if number == last:
-                    checkpoints.wait()  # what is judged and exported after it may fail, and nothing is lost
-                if judged:
-                    with metrics.untimed():
-                        judge(number, state, metrics)
+            loop, goes_back = None, True
+            while goes_back:
+                made = inputs.make_batches(config, source, tokenizers, plan, int(state.health.batch))
+                with prefetch(made, functools.partial(build.place, split)) as batches:
+                    # Step: one program, compiled while the first batches are made.
+                    if loop is None:
+                        with metrics.untimed(), watch.busy("compilation"):
+                            started = time.perf_counter()
+                            step = build.make_step(config, layout, task, optimizer, abstract, accumulation)
+                            sizes = plan.buckets.shapes if plan.buckets else (None,)
+                            shapes = [inputs.abstract_batch(plan, tokenizers, split, source, size) for size in sizes]
+                            step = build.compile_step(step, abstract, task.constants, shapes, key)
+                            say(f"compiled in {time.perf_counter() - started:.1f} s")
+                            if first == 0:
+                                judge(0, state, metrics)
+                        loop = Loop(config, step, task.constants, key, rates, last, checkpoints, metrics, judge, profiler,
+                                    signals, watch)  # fmt: skip
+                    # Loop: nothing in it waits for the device but the steps that are logged or saved.
+                    signals.defer()
+                    state, goes_back = loop.run(state, batches)
+                if goes_back:
+                    state = roll_back(config, checkpoints, abstract, state, source, plan)
+                    metrics.go_back(int(state.step))
             profiler.close()
-    export(config, layout, task, state, source, key)
+    with watch.busy("export"):
+        export(config, layout, task, state, source, key)
     return state
-
-
-def due(step: int, global_batch: int, every: int) -> bool:
-    """Whether this step is the first past a multiple of `every` examples."""
-    return every > 0 and step * global_batch // every > (step - 1) * global_batch // every
 
 
 def export(

@@ -27,6 +27,9 @@ SAFETENSORS_DTYPES: dict[str, Any] = {
 }  # fmt: skip
 # What the format itself allows a header to take.
 MAX_HEADER_BYTES = 100_000_000
+# Asked once, as it can be asked only by setting it, for all threads.
+UMASK = os.umask(0)
+os.umask(UMASK)
 TORCH_SUFFIXES = (".bin", ".ckpt", ".pt", ".pth")
 SUFFIXES = (".safetensors", ".msgpack", *TORCH_SUFFIXES)
 
@@ -176,9 +179,7 @@ def write_atomically(path: Path, chunks: Iterable[Any]) -> None:
                 file.write(chunk)
             file.flush()
             os.fsync(file.fileno())
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(name, 0o666 & ~umask)  # mkstemp's files are for their owner alone
+        os.chmod(name, 0o666 & ~UMASK)  # mkstemp's files are for their owner alone
         os.replace(name, path)
     except BaseException:
         Path(name).unlink(missing_ok=True)
