@@ -1,4 +1,5 @@
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,8 +13,12 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxdiff.checkpoint import Checkpoints, checksums
+from maxdiff.checkpoint import Checkpoints, checksums, restore_latest
+from maxdiff.checkpoint_command import main
+from maxdiff.config import Config
+from maxdiff.loop import Loop
 from maxdiff.sharding import make_mesh
+from maxdiff.watch import Watch
 
 AXES = ("data", "fsdp")
 
@@ -96,6 +101,10 @@ def test_a_flipped_bit_is_noticed_and_its_leaf_named(tmp_path: Path):
         assert int(checksums({"x": kernel})["x"]) != int(checksums({"x": swapped})["x"])
 
 
+def size(path: Path) -> int:
+    return path.stat().st_size
+
+
 @pytest.mark.parametrize(
     ("choose", "message"), [(max, "1 is damaged: big differ"), (min, "1 cannot be restored: .*its list of arrays")]
 )
@@ -104,7 +113,7 @@ def test_damaged_data_is_an_error_that_names_the_step(tmp_path: Path, choose, me
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, value)
     # The largest file holds the arrays' bytes, which Orbax does not check; the smallest their index, which it does.
-    file = choose((p for p in (tmp_path / "1").rglob("d/*")), key=lambda p: p.stat().st_size)
+    file = choose((p for p in (tmp_path / "1").rglob("d/*") if choose is max or p.parent.parent.name == "state"), key=size)
     data = bytearray(file.read_bytes())
     for position in range(len(data) // 2, len(data) // 2 + 4):
         data[position] ^= 0x55
@@ -177,3 +186,122 @@ def test_killed_while_saving_leaves_only_whole_checkpoints(tmp_path: Path):
         checkpoints.save(last + 1, found)
     with Checkpoints(tmp_path) as checkpoints:
         assert checkpoints.steps()[-1] == last + 1
+
+
+def damage(folder: Path, how: str) -> None:
+    """The largest file of a checkpoint, flipped in its middle, cut, or gone."""
+    file = max((path for path in folder.rglob("*") if path.is_file()), key=size)
+    data = bytearray(file.read_bytes())
+    if how == "gone":
+        file.unlink()
+    elif how == "cut":
+        file.write_bytes(data[: len(data) // 2])
+    else:
+        data[len(data) // 2] ^= 1
+        file.write_bytes(data)
+
+
+@pytest.mark.parametrize("how", ["flipped", "cut", "gone"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture):
+    value = lambda step: {"big": jnp.asarray(np.random.default_rng(step).standard_normal((256, 256)), jnp.float32)}
+    with Checkpoints(tmp_path) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save(step, value(step))
+    damage(tmp_path / "3", how)
+    with Checkpoints(tmp_path) as checkpoints:
+        step, found = restore_latest(checkpoints, abstract(value(0)))
+        assert step == 2
+        assert_equal(found, value(2))
+        assert checkpoints.steps() == [1, 2]
+        assert f"{tmp_path / '3'} " in caplog.text
+        assert f"IT IS NOT USED, and kept as {tmp_path / 'damaged-3'}" in caplog.text
+        checkpoints.save(3, value(3))  # another takes its place
+        checkpoints.wait()
+        assert restore_latest(checkpoints, abstract(value(0)))[0] == 3
+
+
+def test_no_whole_checkpoint_is_an_error_and_another_model_no_damage(tmp_path: Path):
+    value = {"big": jnp.asarray(np.random.default_rng(0).standard_normal((256, 256)), jnp.float32)}
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, value)
+    with Checkpoints(tmp_path) as checkpoints:
+        with pytest.raises(ValueError, match="is of another model or optimizer: it lacks other"):
+            restore_latest(checkpoints, abstract({"other": value["big"]}))
+        assert checkpoints.steps() == [1]
+    damage(tmp_path / "1", "flipped")
+    with (
+        Checkpoints(tmp_path) as checkpoints,
+        pytest.raises(ValueError, match=r"no checkpoint of .* is whole \(damaged: .*damaged-1\)"),
+    ):
+        restore_latest(checkpoints, abstract(value))
+
+
+def test_the_best_is_kept(tmp_path: Path):
+    with Checkpoints(tmp_path, keep_last=1, keep_best=True) as checkpoints:
+        for step, loss in ((1, 0.5), (2, 0.1), (3, 0.3), (4, None), (5, 0.2)):
+            checkpoints.save(step, {"x": jnp.ones(2)})
+            if loss:
+                checkpoints.losses[step] = loss
+        checkpoints.wait()
+        assert checkpoints.steps() == [2, 5]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path):
+    """A file system of 8 MB; only root may have one."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    if (
+        not shutil.which("mount")
+        or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", folder], stderr=subprocess.DEVNULL).returncode
+    ):
+        pytest.skip("no file system can be mounted here")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+def test_a_full_disk_loses_that_save_alone(small_disk: Path, caplog: pytest.LogCaptureFixture):
+    value = lambda step: {"noise": jnp.asarray(np.random.default_rng(step).standard_normal(500_000), jnp.float32)}  # 2 MB
+    ballast = small_disk / "ballast"
+    with Checkpoints(small_disk / "checkpoints") as checkpoints:
+        watch = Watch(None)
+        loop = Loop(Config(), None, {}, None, {}, 9, checkpoints, None, None, None, None, watch)
+        loop._save(1, value(1))
+        loop._try(loop._saved)
+        ballast.write_bytes(bytes(5_000_000))
+        loop._save(2, value(2))
+        loop._try(loop._saved)
+        assert "A CHECKPOINT COULD NOT BE WRITTEN, the last whole one is of step 1; training goes on: " in caplog.text
+        assert checkpoints.steps() == [1]
+        assert [path.name for path in (small_disk / "checkpoints").iterdir()] == ["1"]  # nothing of it takes any room
+        with pytest.raises(OSError, match="step 3 could not be saved, the last whole one is of step 1: "):
+            loop._save_now(3, value(3))
+        ballast.unlink()
+        loop._save_now(4, value(4))
+        assert checkpoints.steps() == [1, 4]
+        assert_equal(checkpoints.restore(4, abstract(value(0))), value(4))
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture):
+    with Checkpoints(tmp_path / "r" / "checkpoints") as checkpoints:
+        for step in (2, 4):
+            checkpoints.save(step, {"big": jnp.arange(65536.0)})
+    assert main(["list", str(tmp_path / "r")]) == 0
+    assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()] == [["step", "2"], ["step", "4"]]
+    assert main(["verify", str(tmp_path / "r")]) == 0
+    assert "step 4: whole, 0.3 MB" in capsys.readouterr().out
+    damage(tmp_path / "r" / "checkpoints" / "4", "flipped")
+    assert main(["verify", str(tmp_path / "r")]) == 1
+    said = capsys.readouterr().out
+    assert "step 2: whole" in said
+    assert "step 4: " in said
+    assert "is damaged: big differ" in said
+    for arguments, message in (
+        (["list"], "which run?"),
+        (["lost", str(tmp_path)], "'lost' is not one of list, verify, export"),
+        (["list", str(tmp_path / "other")], "has no checkpoint"),
+        (["verify", str(tmp_path / "r"), "step=3"], "has no checkpoint of step 3 (there are: 2, 4)"),
+        (["export", str(tmp_path / "r")], "there is no configuration"),
+    ):
+        assert main(arguments) == 2
+        assert message in capsys.readouterr().err

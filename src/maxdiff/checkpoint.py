@@ -8,12 +8,16 @@ Orbax does not notice a byte that changed in an array's file, so each save carri
 which does not depend on how the leaf is split over devices.
 """
 
+import collections
 import dataclasses
 import itertools
 import logging
 import math
 import shutil
+import sys
 from collections.abc import Mapping, Sequence
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -69,6 +73,8 @@ class Checkpoints:
             cleanup_tmp_directories=not read_only,  # of saves that were interrupted
         )
         self._saving: Any = None
+        self._programs: Any = None
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -77,6 +83,7 @@ class Checkpoints:
         try:
             self.wait()
         finally:
+            self._thread.shutdown()
             self._checkpointer.close()
 
     def steps(self) -> list[int]:
@@ -86,7 +93,9 @@ class Checkpoints:
     def save(self, step: int, state: Any, notes: Mapping[str, Any] | None = None) -> None:
         """Start to save a tree of arrays; it may be donated or changed as soon as this returns.
 
-        Waits for the save before, if that is still running.
+        Where the devices have room for it they copy the tree, which takes milliseconds, and a thread reads and writes the
+        copy. Else, and with several processes, this returns when the host has read it all. If the save before is running,
+        it waits for that.
 
         Args:
             notes: JSON to keep with it.
@@ -96,9 +105,27 @@ class Checkpoints:
         """
         self.wait()
         leaves = _named(state)
-        sums = {name: int(value) for name, value in jax.device_get(checksums(leaves)).items()}
-        metadata = {"checksums": sums, "notes": dict(notes or {})}
-        self._saving = self._checkpointer.save_async(step, leaves, force=True, overwrite=True, custom_metadata=metadata)
+        if jax.process_count() == 1 and _room_for(leaves):
+            copy, sums = self._programs or (_copy, checksums)
+            self._saving = self._thread.submit(self._write, step, copy(leaves), sums, notes)
+        else:
+            self._saving = self._begin(step, leaves, checksums(leaves), notes)
+
+    def prepare(self, abstract: Any) -> None:
+        """Compile now what the first save needs, so that it need not wait for that."""
+        leaves = _named(abstract)
+        self._programs = _copy.lower(leaves).compile(), checksums.lower(leaves).compile()
+
+    def _write(self, step: int, leaves: dict[str, jax.Array], sums: Any, notes: Mapping[str, Any] | None) -> None:
+        sums = sums(leaves)
+        # One after another: what the loop fetches of a step must not queue behind gigabytes.
+        host = {name: np.asarray(leaves.pop(name)) for name in list(leaves)}
+        self._begin(step, host, sums, notes).result()
+
+    def _begin(self, step: int, leaves: Mapping[str, Any], sums: Mapping[str, Any], notes: Mapping[str, Any] | None) -> Any:
+        found = {name: int(value) for name, value in jax.device_get(sums).items()}
+        metadata = {"checksums": found, "notes": dict(notes or {})}
+        return self._checkpointer.save_async(step, leaves, force=True, overwrite=True, custom_metadata=metadata)
 
     def wait(self) -> None:
         """Wait until the last save is on disk; raises what it failed with, and leaves nothing of it behind."""
@@ -130,9 +157,6 @@ class Checkpoints:
             ValueError: if it holds other arrays than `abstract`, naming them.
             DamagedCheckpoint: if it is damaged, naming leaf and cause; on all processes, if it is to one.
         """
-        if step not in self.steps():
-            there = ", ".join(map(str, self.steps())) or "none"
-            raise FileNotFoundError(f"{self.folder} has no checkpoint of step {step} (there are: {there})")
         wanted = _named(abstract)
         stored = self._arrays(step)
         _compare(wanted, {n: x for n, x in stored.items() if n in wanted} if part else stored, f"{self.folder / str(step)}")
@@ -157,7 +181,12 @@ class Checkpoints:
         return path
 
     def _arrays(self, step: int) -> dict[str, Any]:
-        """Name -> shape and dtype of what is stored."""
+        """Name -> shape and dtype of what is stored; raises FileNotFoundError if there is no such step."""
+        if isinstance(self._saving, Future):
+            futures.wait([self._saving])  # Orbax does one thing at a time
+        if step not in self.steps():
+            there = ", ".join(map(str, self.steps())) or "none"
+            raise FileNotFoundError(f"{self.folder} has no checkpoint of step {step} (there are: {there})")
         try:
             stored: Any = self._checkpointer.metadata(step).metadata
         except Exception as error:
@@ -243,6 +272,24 @@ def _named(tree: Any) -> dict[str, Any]:
 
 
 @jax.jit
+def _copy(leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    return {name: jnp.copy(leaf) for name, leaf in leaves.items()}
+
+
+def _room_for(leaves: Mapping[str, jax.Array]) -> bool:
+    """Whether every device has room for its part once more, beside the most that it ever used."""
+    wanted: collections.Counter[Any] = collections.Counter()
+    for leaf in leaves.values():
+        for shard in leaf.addressable_shards:
+            wanted[shard.device] += math.prod(shard.data.shape) * leaf.dtype.itemsize
+    for device, size in wanted.items():
+        stats = device.memory_stats()  # None on CPU
+        if stats and stats["peak_bytes_in_use"] + 1.1 * size > stats["bytes_limit"]:
+            return False
+    return True
+
+
+@jax.jit
 def checksums(leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """For each leaf, the sum of bits * (2 * index + 1) modulo 2^32: catches flipped and exchanged values."""
     return {name: _checksum(leaf) for name, leaf in leaves.items()}
@@ -289,3 +336,9 @@ def root_cause(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
+
+
+if __name__ == "__main__":
+    from maxdiff.checkpoint_command import main
+
+    sys.exit(main(sys.argv[1:]))

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -138,7 +139,10 @@ def _train(config: Config, folder: Path, signals: Signals, watch: Watch) -> Trai
                             step = build.make_step(config, layout, task, optimizer, abstract, accumulation)
                             sizes = plan.buckets.shapes if plan.buckets else (None,)
                             shapes = [inputs.abstract_batch(plan, tokenizers, split, source, size) for size in sizes]
-                            step = build.compile_step(step, abstract, task.constants, shapes, key)
+                            with ThreadPoolExecutor(1) as beside:
+                                ready = beside.submit(checkpoints.prepare, abstract)
+                                step = build.compile_step(step, abstract, task.constants, shapes, key)
+                                ready.result()
                             say(f"compiled in {time.perf_counter() - started:.1f} s")
                             if first == 0:
                                 judge(0, state, metrics)

@@ -1,0 +1,73 @@
+"""The command line of `python -m maxdiff.checkpoint`: what there is, whether it is whole, and its weights for others."""
+
+import datetime
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from maxdiff.checkpoint import Checkpoints, DamagedCheckpoint
+from maxdiff.command import split_number
+from maxdiff.config import load_config
+from maxdiff.export import export_step
+from maxdiff.metrics import METRICS, read_metrics
+
+COMMANDS = ("list", "verify", "export")
+USAGE = f"python -m maxdiff.checkpoint {'|'.join(COMMANDS)} RUN_FOLDER [step=N] [key=value ...]"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns the exit status: 1 if a checkpoint is damaged, 2 for a user's mistake, told in one line."""
+    try:
+        if not argv or argv[0] in ("-h", "--help"):
+            print(f"usage: {USAGE}")
+            return 0
+        rest, step = split_number(argv, "step")
+        name, *rest = rest
+        if name not in COMMANDS:
+            raise ValueError(f"{name!r} is not one of {', '.join(COMMANDS)}: {USAGE}")
+        if not rest:
+            raise ValueError(f"which run? {USAGE}")
+        folder, *overrides = rest
+        if name == "export":
+            _export(Path(folder), step(), overrides)
+            return 0
+        if overrides:
+            raise ValueError(f"{overrides[0]} is not for {name} (allowed: step=N)")
+        with Checkpoints(Path(folder) / "checkpoints", read_only=True) as checkpoints:
+            wanted = step()
+            steps = checkpoints.steps() if wanted is None else [wanted]
+            if not steps:
+                raise FileNotFoundError(f"{checkpoints.folder} has no checkpoint")
+            return _list(Path(folder), steps) if name == "list" else _verify(checkpoints, steps)
+    except (ValueError, OSError) as error:
+        print(f"maxdiff.checkpoint: {error}", file=sys.stderr)
+        return 2
+
+
+def _list(run: Path, steps: Sequence[int]) -> int:
+    records = read_metrics(run) if (run / METRICS).is_file() else []
+    losses = {record["step"]: record["held_out_loss"] for record in records if "held_out_loss" in record}
+    for step in steps:
+        folder = run / "checkpoints" / str(step)
+        size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        when = datetime.datetime.fromtimestamp(folder.stat().st_mtime).astimezone().isoformat(" ", "seconds")
+        loss = f"  held-out loss {losses[step]:.4g}" if step in losses else ""
+        print(f"step {step}  {size / 1e6:.1f} MB  {when}{loss}")
+    return 0
+
+
+def _verify(checkpoints: Checkpoints, steps: Sequence[int]) -> int:
+    damaged = 0
+    for step in steps:
+        try:
+            print(f"step {step}: whole, {checkpoints.verify(step) / 1e6:.1f} MB of arrays", flush=True)
+        except DamagedCheckpoint as error:
+            damaged += 1
+            print(f"step {step}: {error}", flush=True)
+    return int(damaged > 0)
+
+
+def _export(run: Path, step: int | None, overrides: Sequence[str]) -> None:
+    # Wherever the folder has been moved to since.
+    where = [f"output_dir={run.resolve().parent}", f"run_name={run.resolve().name}"]
+    export_step(load_config(run / "config.yml", [*overrides, *where]), step)
