@@ -74,6 +74,7 @@ class Checkpoints:
         )
         self._saving: Any = None
         self._programs: Any = None
+        self._sizes: dict[Any, int] = {}
         self._thread = ThreadPoolExecutor(1, "checkpoint")
 
     def __enter__(self) -> "Checkpoints":
@@ -105,15 +106,16 @@ class Checkpoints:
         """
         self.wait()
         leaves = _named(state)
-        if jax.process_count() == 1 and _room_for(leaves):
+        if jax.process_count() == 1 and _room_for(self._sizes or _sizes(leaves)):
             copy, sums = self._programs or (_copy, checksums)
             self._saving = self._thread.submit(self._write, step, copy(leaves), sums, notes)
         else:
             self._saving = self._begin(step, leaves, checksums(leaves), notes)
 
     def prepare(self, abstract: Any) -> None:
-        """Compile now what the first save needs, so that it need not wait for that."""
+        """Find out and compile now what saving such a tree needs, so that no save waits for that."""
         leaves = _named(abstract)
+        self._sizes = _sizes(leaves)
         self._programs = _copy.lower(leaves).compile(), checksums.lower(leaves).compile()
 
     def _write(self, step: int, leaves: dict[str, jax.Array], sums: Any, notes: Mapping[str, Any] | None) -> None:
@@ -276,13 +278,19 @@ def _copy(leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
     return {name: jnp.copy(leaf) for name, leaf in leaves.items()}
 
 
-def _room_for(leaves: Mapping[str, jax.Array]) -> bool:
-    """Whether every device has room for its part once more, beside the most that it ever used."""
-    wanted: collections.Counter[Any] = collections.Counter()
+def _sizes(leaves: Mapping[str, Any]) -> dict[Any, int]:
+    """Bytes that each device of this process has of these arrays, or abstract arrays."""
+    found: collections.Counter[Any] = collections.Counter()
     for leaf in leaves.values():
-        for shard in leaf.addressable_shards:
-            wanted[shard.device] += math.prod(shard.data.shape) * leaf.dtype.itemsize
-    for device, size in wanted.items():
+        size = math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for device in leaf.sharding.addressable_devices:
+            found[device] += size
+    return dict(found)
+
+
+def _room_for(sizes: Mapping[Any, int]) -> bool:
+    """Whether every device has room for so many bytes beside the most that it ever used."""
+    for device, size in sizes.items():
         stats = device.memory_stats()  # None on CPU
         if stats and stats["peak_bytes_in_use"] + 1.1 * size > stats["bytes_limit"]:
             return False
