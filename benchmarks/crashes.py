@@ -1,10 +1,10 @@
 """A crash campaign: a small run killed at random moments and started again until it is done, as if nothing had happened.
 
-    python benchmarks/crashes.py --kills 100 [--runs 4] [--seed 0]
+    python benchmarks/crashes.py --kills 100 [--a-run 8] [--seed 0]
 
-One run is made without interruption. Each other run is killed `kills / runs` times, by SIGKILL at a random moment of a phase
-drawn at random: in start-up, in a step, in a save, in the export; each is started again by the same command until it ends.
-A tenth of the kills is SIGTERM, which must save, and end with status 75. Then every array of the last checkpoint and every
+One run is made without interruption. Others are killed up to `--a-run` times each, until there were `--kills`, by SIGKILL at a
+random moment of a phase drawn at random: in start-up, in a step, in a save, in the export; each is started again by the same
+command until it ends. A fifth of those in steps and saves is SIGTERM, which must save, and end with status 75. Then every array of the last checkpoint and every
 file of pipeline/ must be bit for bit those of the run without interruption.
 
 Prints a JSON line a run, and one for all: kills by phase, starts, what differs, and what was lost: each start must go on
@@ -153,7 +153,7 @@ def resumed(lines: Sequence[str]) -> int | None:
     return next((int(match[1]) for match in found if match), None)
 
 
-def campaign(folder: Path, kills: int, runs: int, seed: int) -> dict[str, Any]:
+def campaign(folder: Path, kills: int, a_run: int, seed: int) -> dict[str, Any]:
     """All of it; prints a line a run, returns the summary."""
     began, cache = time.perf_counter(), folder / "cache"
     whole = Start(folder / "whole", cache)
@@ -166,15 +166,16 @@ def campaign(folder: Path, kills: int, runs: int, seed: int) -> dict[str, Any]:
     again.end(signal.SIGKILL)
     expected, draw = fingerprint(folder / "whole"), random.Random(seed)
     total: collections.Counter[str] = collections.Counter()
-    differ, lost, starts = 0, 0, 0
-    for number in range(runs):
-        output = folder / f"run-{number}"
-        found = killed_run(output, cache, kills // runs + (number < kills % runs), draw, start_up)
+    runs, differ, lost, starts = 0, 0, 0, 0
+    while (left := kills - sum(total.values())) > 0:
+        output = folder / f"run-{runs}"
+        found = killed_run(output, cache, min(left, a_run), draw, start_up)
         got = fingerprint(output)
         different = sorted(name for name in {*expected, *got} if expected.get(name) != got.get(name))
-        print(json.dumps({"run": number, **found, "different": different[:8]}), flush=True)
+        print(json.dumps({"run": runs, **found, "different": different[:8]}), flush=True)
         total.update(found["kills"])
-        differ, lost, starts = differ + bool(different), lost + len(found["lost"]), starts + found["starts"]
+        runs, starts = runs + 1, starts + found["starts"]
+        differ, lost = differ + bool(different), lost + len(found["lost"])
     seconds = round(time.perf_counter() - began)
     return {"kills": sum(total.values()), "by_phase": dict(total), "runs": runs, "starts": starts, "compared": len(expected),
             "runs_that_differ": differ, "starts_that_lost_steps": lost, "seconds": seconds}  # fmt: skip
@@ -184,11 +185,11 @@ def main(argv: Sequence[str]) -> int:
     """The command line; exit status 1 if anything differs or was lost."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=100, help="in all")
-    parser.add_argument("--runs", type=int, default=4, help="among which they are shared out")
+    parser.add_argument("--a-run", type=int, default=8, help="of one run, at most")
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
-        summary = campaign(Path(folder), args.kills, args.runs, args.seed)
+        summary = campaign(Path(folder), args.kills, args.a_run, args.seed)
     print(json.dumps(summary), flush=True)
     return int(bool(summary["runs_that_differ"] or summary["starts_that_lost_steps"]))
 
