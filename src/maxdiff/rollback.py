@@ -2,18 +2,21 @@
 
 import dataclasses
 import json
+import logging
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 
-from maxdiff.checkpoint import Checkpoints, restore_latest
+from maxdiff.checkpoint import Checkpoints, restore_latest, root_cause
 from maxdiff.config import Config, Safety
 from maxdiff.data.encoded import EncodedSource
 from maxdiff.data.examples import BadExample, Source
 from maxdiff.data.pipeline import BatchPlan, step_examples
 from maxdiff.processes import say
 from maxdiff.state import TrainState
+
+logger = logging.getLogger(__name__)
 
 REPORT = "rollbacks.jsonl"
 # Examples of the batches that were bad, named in the report.
@@ -44,7 +47,10 @@ def roll_back(
                 "examples": names(source, plan, range(first, drawn))}  # fmt: skip
         with report.open("a", encoding="utf-8") as file:
             file.write(json.dumps(said, ensure_ascii=False) + "\n")
-    checkpoints.wait()
+    try:
+        checkpoints.wait()
+    except Exception as error:  # of a save that failed; those before it are whole
+        logger.error("A CHECKPOINT COULD NOT BE WRITTEN: %s", root_cause(error))
     if limit := reached(safety, count, checkpoints.steps()):
         raise ValueError(f"{what}; the run ends, as {limit}")
     step, good = restore_latest(checkpoints, abstract)

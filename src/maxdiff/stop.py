@@ -38,7 +38,7 @@ class Signals:
 
     def __init__(self):
         self._heard: signal.Signals | None = None
-        self._deferred = False
+        self._deferred = self._agreed = False
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "Signals":
@@ -62,7 +62,9 @@ class Signals:
             number: of the batch; every process asks after every batch.
         """
         if jax.process_count() > 1:
-            return multihost_utils.reached_preemption_sync_point(number)
+            # True for the one number that all agreed on; a run that goes back after it stops a step later.
+            self._agreed |= multihost_utils.reached_preemption_sync_point(number)
+            return self._agreed
         return self._heard is not None
 
     def stopped(self, what: str) -> Stopped:
