@@ -37,7 +37,7 @@ UNET = ("{sample_size: 4, block_out_channels: [32], layers_per_block: 1, cross_a
 VAE = ("{block_out_channels: [32, 32], layers_per_block: 1, down_block_types: [DownEncoderBlock2D, DownEncoderBlock2D], "
        "up_block_types: [UpDecoderBlock2D, UpDecoderBlock2D]}")  # fmt: skip
 TEXT = "{hidden_size: 32, intermediate_size: 64, num_hidden_layers: 1, num_attention_heads: 2}"
-STEPS, BATCH, SAVES = 18, 4, 3
+STEPS, BATCH, SAVES = 28, 4, 4
 # What a run prints when a phase begins.
 BEGINS = {"step": r"step \d+/", "save": r"step \d+ is being saved", "export": rf"step {STEPS}/{STEPS} "}
 # Seconds after that at which it is killed, at most. A start-up is as long as the first start-up was.

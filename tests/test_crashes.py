@@ -24,8 +24,10 @@ def test_a_run_that_is_stopped_and_killed_ends_as_if_nothing_had_happened(tmp_pa
     # The folder is this run's: another start is refused, and says by whom it is held.
     first, start = saved(), Start(output, cache)
     assert start.wait_for(BEGINS["step"])
+    start.process.send_signal(signal.SIGSTOP)  # it makes no steps meanwhile
     other = Start(output, cache)
     assert other.end() == 2
+    start.process.send_signal(signal.SIGCONT)
     assert f"{output / 'r'} is in use by process {start.process.pid} on " in other.lines[-1]
     assert resumed(start.lines) == first
     assert start.end(signal.SIGINT) == INTERRUPTED

@@ -80,7 +80,8 @@ def test_two_processes_train_as_one_does_and_one_goes_on(one_level: Path, tmp_pa
     assert (split / "r" / "samples" / "step-000006.png").is_file()
     assert all(first.count(f"step {step}/6 ") == 1 for step in expected)
     assert "wrote " in first
-    assert all(line.startswith("[Gloo]") for line in second.splitlines()), second
+    # Gloo's lines, which its threads may write into each other.
+    assert all("[Gloo]" in line or "peer ranks" in line for line in second.splitlines()), second
     ours, theirs = (Pipeline.load(output / "r" / "pipeline").unet.params for output in (split, whole))
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         assert np.linalg.norm(a - b) <= 1e-5 * np.linalg.norm(b)
