@@ -1,5 +1,6 @@
 """From a configuration to its training data: sources, captions, the plan of batches."""
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Iterator, Sequence
@@ -41,9 +42,9 @@ def check_data(folder: Path, source: Source | EncodedSource, may_change: bool) -
             unless they may.
     """
     # What is encoded stands for the images it was made of: going over to it changes no example.
-    fingerprint = source.made_of["source"] if isinstance(source, EncodedSource) else source.fingerprint()
-    now = {"examples": len(source), "fingerprint": fingerprint}
-    mine = np.frombuffer(bytes.fromhex(source.fingerprint()[:16]), np.uint32)
+    seen = source.fingerprint()
+    now = {"examples": len(source), "fingerprint": source.made_of["source"] if isinstance(source, EncodedSource) else seen}
+    mine = np.frombuffer(bytes.fromhex(seen[:16]), np.uint32)
     if jax.process_count() > 1 and (multihost_utils.process_allgather(mine) != mine).any():
         raise ValueError("train_data_dir: processes see different data (allowed: the same on every host)")
     kept = folder / "data.json"
@@ -105,14 +106,13 @@ def open_path(config: Config, path: str) -> Source:
 
 def _absent_columns(config: Config, sources: Sequence[Source]) -> list[str]:
     """Of several columns of captions, those that none of the first examples has: mistyped, perhaps."""
-    absent = list(caption_columns(config).names)
-    for source in sources if len(absent) > 1 else ():
+    wanted = caption_columns(config).names
+    absent = set(wanted)
+    for source in sources if len(wanted) > 1 else ():
         for i in range(min(FIRST, len(source))):
-            try:
-                absent = [name for name in absent if name not in source.fields(i)]
-            except BadExample:
-                continue
-    return absent if len(absent) < len(caption_columns(config).names) else []
+            with contextlib.suppress(BadExample):
+                absent -= source.fields(i).keys()
+    return [name for name in wanted if name in absent] if len(absent) < len(wanted) else []
 
 
 def caption_columns(config: Config) -> Columns:

@@ -1,10 +1,9 @@
 """The loop over steps: nothing in it waits for the devices but the steps that are logged or saved."""
 
-import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -80,16 +79,10 @@ class Loop:
             if stops:
                 raise self.signals.stopped(f"step {number} of {self.last} is saved; the same command goes on from it")
             if judged:
-                with self.apart("evaluation"):
+                with self.metrics.untimed(), self.watch.busy("evaluation"):
                     self.judge(number, state, self.metrics)
                 self.checkpoints.losses |= self.metrics.held_out_losses
         return state, False
-
-    @contextlib.contextmanager
-    def apart(self, what: str) -> Iterator[None]:
-        """Work that is no step: it is not timed, and not waited for as one."""
-        with self.metrics.untimed(), self.watch.busy(what):
-            yield
 
     def _log(self, number: int, values: dict[str, Any], seconds_waited: float) -> None:
         # An update that was skipped moves no schedule.

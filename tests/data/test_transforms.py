@@ -57,6 +57,20 @@ def test_both_resizers_are_lanczos():
             assert close(simd, pillow, limit)
 
 
+def test_pixels_do_not_depend_on_the_processor(monkeypatch: pytest.MonkeyPatch):
+    data = encode(Image.fromarray(np.random.default_rng(0).integers(0, 256, (150, 200, 3), np.uint8)))
+    fast = picture(data, (100, 90)).image
+
+    def plain():
+        made = resizer()
+        made.cpu_extensions = transforms.simd.CpuExtensions.none
+        return made
+
+    resizer = transforms.simd.Resizer
+    monkeypatch.setattr(transforms.simd, "Resizer", plain)
+    np.testing.assert_array_equal(picture(data, (100, 90)).image, fast)
+
+
 def test_without_the_package_its_resizer_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(transforms, "simd", None)
     transforms.check_resizer("pillow")

@@ -36,7 +36,7 @@ from maxdiff.data.encoded import (
     begin,
     differences,
     finish,
-    is_there,
+    missing_shards,
     write_arrays,
     write_shard,
 )
@@ -118,8 +118,10 @@ def encode(config: Config, task: Task, source: Source, folder: Path) -> Pace:
     check_encodes(config)
     contents = made_of(config, task, source.fingerprint())
     shards = range(-(-len(source) // ROWS))
-    if (folder / FINISHED).is_file() and (folder / EMPTY).is_file() and all(is_there(folder, n) for n in shards):
+    if (folder / FINISHED).is_file():
         begin(folder, contents)
+    missing = missing_shards(folder, shards)
+    if (folder / FINISHED).is_file() and (folder / EMPTY).is_file() and not missing:
         say(f"{folder} is encoded already")
         return Pace(0, "examples", started)
     if jax.process_index() == 0:
@@ -136,8 +138,8 @@ def encode(config: Config, task: Task, source: Source, folder: Path) -> Pace:
     sharding, weights = NamedSharding(mesh, PartitionSpec("data")), _here(task, mesh)
     if jax.process_index() == 0:
         write_arrays(folder / EMPTY, _empty(config, task, weights))
-    mine = [n for n in shards if n % jax.process_count() == jax.process_index()]
-    missing = [n for n in mine if not is_there(folder, n)]
+    is_mine = lambda number: number % jax.process_count() == jax.process_index()
+    mine, missing = list(filter(is_mine, shards)), list(filter(is_mine, missing))
     rows = lambda numbers: sum(min(len(source), (n + 1) * ROWS) - n * ROWS for n in numbers)
     pace = Pace(rows(missing), "examples", started)
     at_once = config.batch.per_device_batch_size * len(jax.local_devices())

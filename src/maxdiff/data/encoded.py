@@ -121,12 +121,12 @@ def is_encoded(path: str | Path) -> bool:
     return any((Path(path) / name).is_file() for name in (BEGUN, FINISHED))
 
 
-def is_there(folder: Path, number: int) -> bool:
-    """Whether a shard is there, and of its size if the encoding was finished once."""
-    path = folder / shard_name(number)
-    if not path.is_file() or not (folder / FINISHED).is_file():
-        return path.is_file()
-    return path.stat().st_size == _manifest(folder)["bytes"][number]
+def missing_shards(folder: Path, shards: range) -> list[int]:
+    """Those that are not there, or not of their size if the encoding was finished once."""
+    paths = {number: folder / shard_name(number) for number in shards}
+    sizes = _manifest(folder)["bytes"] if (folder / FINISHED).is_file() else None
+    whole = lambda number, path: path.is_file() and (sizes is None or path.stat().st_size == sizes[number])
+    return [number for number, path in paths.items() if not whole(number, path)]
 
 
 def shard_name(number: int) -> str:
