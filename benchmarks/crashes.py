@@ -60,7 +60,8 @@ class Start:
     """One start of a run, whose lines are watched."""
 
     def __init__(self, output: Path, cache: Path):
-        environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT / "src"),
+        path = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path,
                        "XLA_FLAGS": "", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1"}  # fmt: skip
         self.lines: list[str] = []
         self._came = threading.Condition()

@@ -12,7 +12,7 @@ Prints one JSON line per case; several cases run in a process each, so that one'
   * dispatch_ms, host_free: of a step alone, how long its call holds the host, and the share of its time for which it doesn't.
   * tflops, unet_tflops: a device's TFLOP/s, counted from the architecture (three forward passes of what is trained, one
     of the rest; nothing that remat repeats), and the UNet's part of it.
-  * matmul_tflops: of a bfloat16 matrix product of random numbers on the same device, just before.
+  * matmul_tflops: of a bfloat16 matrix product of random numbers on the same device, just before the steps.
   * mfu, mfu_of_matmul: tflops over the card's data sheet, and over that product's.
   * peak_gib: what the device had allocated at most, where it says so; host_peak_gib: this process's memory at most.
   * loss, last_loss: of the first and the last step; about 1 at first, as a new UNet's prediction is near 0. Exit status 1
@@ -42,7 +42,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from architectures import ARCHITECTURES
 
 from maxdiff import build, inputs
-from maxdiff.accelerators import peak_flops
+from maxdiff.accelerators import make_deterministic, peak_flops
 from maxdiff.checkpoint import Checkpoints
 from maxdiff.config import Config, load_config
 from maxdiff.models import flops
@@ -61,8 +61,10 @@ def configuration(model: str, resolution: int, batch: int, overrides: Sequence[s
     return load_config(path, [*ours, f"per_device_batch_size={batch}", *overrides])
 
 
-def prepare(config: Config) -> tuple[Config, Task, Callable[[], list[Any]], float]:
-    """(configuration, task, a function that makes one step and returns its metrics, seconds of compilation), as train.py."""
+def prepare(config: Config) -> tuple[Config, Task, Callable[[], list[Any]], float, Callable[[], Any]]:
+    """As train.py: (configuration, task, what makes a step and returns its metrics, seconds of compilation, the state now)."""
+    if config.run.deterministic:
+        make_deterministic()
     layout = build.layout_of(config)
     mesh = layout.mesh
     config, accumulation = build.settle_batch(config, mesh)
@@ -86,7 +88,7 @@ def prepare(config: Config) -> tuple[Config, Task, Callable[[], list[Any]], floa
         state, metrics = step(state, task.constants, batch, key)
         return [metrics["loss"], metrics["grad_norm"]]
 
-    return config, task, run, seconds
+    return config, task, run, seconds, lambda: state
 
 
 def random_batch(inputs: dict[str, Any], task: Task) -> dict[str, np.ndarray]:
@@ -174,8 +176,8 @@ def peaks() -> dict[str, float | None]:
 
 def measure(model: str, resolution: int, batch: int, steps: int, overrides: Sequence[str]) -> dict[str, Any]:
     """One case."""
+    config, task, run, compiled, _ = prepare(configuration(model, resolution, batch, overrides))
     matmul = matmul_tflops()
-    config, task, run, compiled = prepare(configuration(model, resolution, batch, overrides))
     first, _ = jax.block_until_ready([run(), run()])  # the two warm up
     timed = times(run, steps)
     loss, last = float(first[0]), float(run()[0])

@@ -1,6 +1,7 @@
 """What the keys of a configuration bring about, through the product's own functions; for test_keys.py."""
 
 import dataclasses
+import os
 import re
 import shutil
 import subprocess
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from maxdiff import build, generate, health, inputs, judge, processes, rollback
+from maxdiff import build, command, generate, health, inputs, judge, processes, rollback
 from maxdiff.checkpoint import Checkpoints
 from maxdiff.config import Config, write_config
 from maxdiff.data import encode
@@ -63,6 +64,17 @@ def compiled_programs(config: Config) -> Any:
         return jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
     finally:
         jax.config.update("jax_compilation_cache_dir", kept)
+
+
+def xla_flags(config: Config) -> str:
+    """What a command that is given this configuration finds set."""
+    found: list[str] = []
+    path = config.run.folder / "given.yml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(write_config(config))
+    with mock.patch.dict("os.environ", XLA_FLAGS="--others"):
+        assert command.run("test", [str(path)], lambda _: found.append(os.environ["XLA_FLAGS"])) == 0
+    return found[0]
 
 
 class One(nnx.Module):
@@ -422,6 +434,11 @@ def bad_batch(config: Config) -> int:
 
 def rollback_limit(config: Config) -> str:
     return rollback.reached(config.safety, 2, [1])
+
+
+def lost_after(config: Config) -> float:
+    """Seconds after which another process is lost."""
+    return build.make_peers(config, build.make_watch(config))._seconds
 
 
 def watched(config: Config) -> int:

@@ -50,7 +50,9 @@ def exits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_heartbeats_tell_what_the_run_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(watch, "BEAT_SECONDS", 0.02)
+    reports: list[tuple[int, float]] = []
     with Watch(tmp_path) as watching:
+        watching.report = lambda step, age: reports.append((step, age))
         wait_until((tmp_path / "heartbeat.json").exists)
         first = read(tmp_path)
         assert datetime.datetime.fromisoformat(first["time"]).tzinfo is not None
@@ -60,6 +62,9 @@ def test_heartbeats_tell_what_the_run_does(tmp_path: Path, monkeypatch: pytest.M
         }  # fmt: skip
         watching.step(12)
         wait_until(lambda: read(tmp_path)["step"] == 12)
+        wait_until(lambda: len(reports) > 2)
+        assert {step for step, _ in reports} == {12}
+        assert 0 < reports[1][1] < reports[2][1] < 10
         with watching.busy("evaluation"):
             wait_until(lambda: read(tmp_path)["doing"] == "evaluation")
             with watching.busy("export"):

@@ -1,5 +1,6 @@
 """What accelerators could do at most, which model FLOP utilisation is measured against."""
 
+import os
 from typing import Any
 
 # Dense bfloat16 FLOP/s of one TensorCore, by jax's device_kind. A jax device is one core on v2, v3, v5e, v6e and 7x, both
@@ -62,3 +63,11 @@ def peak_flops(device: Any) -> float | None:
     if device.device_kind in TENSOR_CORE_FLOPS:
         return TENSOR_CORE_FLOPS[device.device_kind] * device.num_cores
     return GPU_FLOPS.get(device.device_kind)
+
+
+def make_deterministic() -> None:
+    """Have GPUs repeat a program bit for bit, in this process and in every other; before JAX is first asked for devices.
+
+    XLA then uses no operation whose sums come in an order of chance, and chooses kernels by rule, not by timing them.
+    """
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_deterministic_ops=true".strip()

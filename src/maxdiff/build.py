@@ -24,6 +24,7 @@ from maxdiff.health import Guard
 from maxdiff.metrics import METRICS, read_metrics
 from maxdiff.models.network import Network, Params, unflatten
 from maxdiff.optim import Schedule, learning_rate_schedule, make_optimizer
+from maxdiff.peers import Peers
 from maxdiff.processes import say
 from maxdiff.profiler import Profiler
 from maxdiff.sharding import Layout, make_mesh
@@ -293,6 +294,11 @@ def make_step(config: Config, layout: Layout, task: Task, optimizer: optax.Gradi
 def make_guard(config: Config) -> Guard:
     """What counts as a bad step."""
     return Guard(config.safety.max_skipped_steps, config.safety.max_loss_spike)
+
+
+def make_peers(config: Config, watch: Watch) -> Peers:
+    """Who watches whether the other processes live."""
+    return Peers(watch.place, config.safety.lost_process_seconds)
 
 
 def make_watch(config: Config) -> Watch:

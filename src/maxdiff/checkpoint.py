@@ -105,7 +105,7 @@ class Checkpoints:
             OSError, ValueError: if the save before failed; the checkpoints before that are untouched.
         """
         self.wait()
-        leaves = _named(state)
+        leaves = named(state)
         if jax.process_count() == 1 and _room_for(self._sizes or _sizes(leaves)):
             copy, sums = self._programs or (_copy, checksums)
             self._saving = self._thread.submit(self._write, step, copy(leaves), sums, notes)
@@ -114,7 +114,7 @@ class Checkpoints:
 
     def prepare(self, abstract: Any) -> None:
         """Find out and compile now what saving such a tree needs, so that no save waits for that."""
-        leaves = _named(abstract)
+        leaves = named(abstract)
         self._sizes = _sizes(leaves)
         self._programs = _copy.lower(leaves).compile(), checksums.lower(leaves).compile()
 
@@ -159,7 +159,7 @@ class Checkpoints:
             ValueError: if it holds other arrays than `abstract`, naming them.
             DamagedCheckpoint: if it is damaged, naming leaf and cause; on all processes, if it is to one.
         """
-        wanted = _named(abstract)
+        wanted = named(abstract)
         stored = self._arrays(step)
         _compare(wanted, {n: x for n, x in stored.items() if n in wanted} if part else stored, f"{self.folder / str(step)}")
         leaves = self._load(step, wanted, part)
@@ -267,7 +267,7 @@ def newest_step(folder: Path) -> int | None:
     return max(steps, default=None)
 
 
-def _named(tree: Any) -> dict[str, Any]:
+def named(tree: Any) -> dict[str, Any]:
     """The tree's leaves by their paths, joined with dots: names that don't depend on container types."""
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from maxdiff.accelerators import make_deterministic
 from maxdiff.config import Config, load_config, write_config
 from maxdiff.stop import Stopped
 
@@ -33,6 +34,8 @@ def run(program: str, argv: Sequence[str], action: Callable[[Config], object]) -
         if options:
             print(write_config(config), end="")
         else:
+            if config.run.deterministic:
+                make_deterministic()
             action(config)
     except (ValueError, OSError) as error:
         print("\n".join([f"{program}: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)

@@ -27,6 +27,7 @@ class Run:
     output_dir: str = ""
     seed: int = 0
     jax_cache_dir: str = ""
+    deterministic: bool = False
     resume_from: str = ""
     skip_jax_distributed_system: bool = False
     coordinator_address: str = ""
@@ -354,11 +355,13 @@ class Safety:
     max_loss_spike: float = 0.0
     max_rollbacks: int = 3
     hang_timeout_seconds: float = 0.0
+    lost_process_seconds: float = 60.0
     allow_config_change: bool = False
 
     def __post_init__(self):
         for key in ("max_skipped_steps", "max_rollbacks", "hang_timeout_seconds"):
             _between(self, key, 0, math.inf)
+        _between(self, "lost_process_seconds", 5, 90)  # JAX itself waits for 100
         if self.max_loss_spike and not 1 < self.max_loss_spike < math.inf:
             raise ValueError(f"max_loss_spike={self.max_loss_spike!r} is out of range (allowed: above 1, or 0 for none)")
 

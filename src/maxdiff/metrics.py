@@ -112,6 +112,11 @@ class Metrics:
         if self._tensorboard:
             self._tensorboard.text(name, text)
 
+    def age(self, step: int, seconds: float) -> None:
+        """Show how long ago the last step was made, for TensorBoard alone; any thread may."""
+        if self._tensorboard:
+            self._tensorboard.record("watch", step, {"seconds_since_step": seconds})
+
     def go_back(self, step: int) -> None:
         """The steps after this one are made once more."""
         self._step, self._time = step, time.perf_counter()

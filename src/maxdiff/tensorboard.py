@@ -4,6 +4,7 @@ tensorboardX gives the format; its SummaryWriter is not used: it hands events to
 where that thread dies of a full disk the training would wait for ever. An event here is written when the call returns.
 """
 
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ class TensorBoard:
         folder.mkdir(parents=True, exist_ok=True)
         # The name's clock counts seconds: the step tells two starts within one apart.
         self._writer = event_file_writer.EventsWriter(str(folder / "events"), f".{first}")
-        self._first = first
+        self._first, self._one_at_a_time = first, threading.Lock()
         start = _EVENTS.SessionLog(status=_EVENTS.SessionLog.START)
         self._write(_EVENTS.Event(step=first + 1, session_log=start))  # purges this step and all after it
 
@@ -49,8 +50,9 @@ class TensorBoard:
 
     def _write(self, event: Any) -> None:
         event.wall_time = time.time()
-        self._writer.write_event(event)
-        self._writer.flush()
+        with self._one_at_a_time:
+            self._writer.write_event(event)
+            self._writer.flush()
 
     def close(self) -> None:
         self._writer.close()

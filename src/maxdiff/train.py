@@ -57,14 +57,16 @@ def train(config: Config) -> TrainState:
         Stopped: after a signal, when all is saved.
     """
     build.require(config, "run_name", "output_dir", "train_data_dir")
-    folder = build.make_folder(config)
-    check_shared(folder)
-    build.use_cache(config)
+    watch = build.make_watch(config)
     with contextlib.ExitStack() as around:
+        around.enter_context(build.make_peers(config, watch))  # the last to be left: it may end the process
+        folder = build.make_folder(config)
+        check_shared(folder)
+        build.use_cache(config)
         signals = around.enter_context(Signals())
         if jax.process_index() == 0:
             around.enter_context(RunLock(folder))
-        watch = around.enter_context(build.make_watch(config))
+        around.enter_context(watch)
         try:
             return _train(config, folder, signals, watch)
         except Exception as error:
@@ -127,6 +129,7 @@ def _train(config: Config, folder: Path, signals: Signals, watch: Watch) -> Trai
         with Metrics(folder if writes else None, global_batch=global_batch, devices=mesh.size, flops=task.flops,
                      peak_flops=peak_flops(mesh.devices.flat[0]), first=first, last=last) as metrics:  # fmt: skip
             metrics.text("configuration", write_config(config))
+            watch.report = metrics.age
             profiler = build.make_profiler(config, first)
             loop, goes_back = None, True
             while goes_back:

@@ -8,7 +8,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
@@ -31,6 +31,7 @@ class Watch:
 
     Attributes:
         made: the number of the last step; None before the first.
+        report: called with that number and `age` at each heartbeat of training; an OSError of it is only told.
 
     Args:
         folder: where heartbeat.json goes; None on other processes than the first, which write none.
@@ -46,10 +47,12 @@ class Watch:
             raise ValueError(f"hang_timeout_seconds={hang_timeout_seconds:g} (allowed: 0 for never, or more)")
         self._folder, self._timeout = folder, hang_timeout_seconds
         self.made: int | None = None
+        self.report: Callable[[int, float], None] = lambda *_: None
         self._saved: int | None = None
         self._since = time.monotonic()
         self._busy: list[str] = []
-        self._host, self._process = socket.gethostname(), ""
+        # Asked now: JAX may not answer when the run hangs.
+        self._host, self._process = socket.gethostname(), f"process {jax.process_index()} of {jax.process_count()}"
         self._warned = False
         self._ends = threading.Event()
         # Two threads: a disk that hangs the one must not keep the other from seeing it.
@@ -57,8 +60,6 @@ class Watch:
         self._threads = [threading.Thread(target=work, name="watch", daemon=True) for work, needed in wanted if needed]
 
     def __enter__(self) -> "Watch":
-        # Asked now: JAX may not answer when the run hangs.
-        self._process = f"process {jax.process_index()} of {jax.process_count()}"
         self._since = time.monotonic()
         for thread in self._threads:
             thread.start()
@@ -111,6 +112,8 @@ class Watch:
                   "doing": doing or ["training", *self._busy][-1], "host": self._host, "pid": os.getpid()}  # fmt: skip
         try:
             write_json(path, record)
+            if record["doing"] == "training" and self.made is not None:
+                self.report(self.made, self.age)
         except OSError as error:
             if not self._warned:
                 logger.warning("%s cannot be written: %s", path, error)

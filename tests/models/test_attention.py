@@ -99,3 +99,31 @@ def test_explicit_kernels_refuse_what_they_cannot_take():
         attention.kernel("cudnn")(*(x[..., :36].astype(jnp.bfloat16) for x in args))
     with pytest.raises(ValueError, match="attention='fast' is not known \\(allowed: dot_product, cudnn, flash\\)"):
         attention.kernel("fast")
+
+
+@pytest.mark.parametrize("keys", [64, 77])
+def test_deterministic_cudnn_calls_differ_in_their_seed_alone(keys: int, monkeypatch: pytest.MonkeyPatch):
+    """XLA cannot run two equal ones in a program; that it runs these is seen on a GPU, by benchmarks/determinism.py."""
+    from jax._src.cudnn import fused_attention_stablehlo
+    from jax._src.nn import functions
+
+    calls = []
+
+    def called(q, k, v, bias, mask, *lengths, **options):
+        calls.append(([np.asarray(x) for x in lengths if x is not None], bias, mask, options))
+        return q
+
+    monkeypatch.setattr(functions, "cudnn_dot_product_attention", called)
+    monkeypatch.setattr(fused_attention_stablehlo, "dot_product_attention", called)
+    q, k = jnp.ones((2, 64, 8, 40), jnp.bfloat16), jnp.ones((2, keys, 8, 40), jnp.bfloat16)
+    attend = attention.kernel("cudnn")
+    attend(q, k, k)
+    monkeypatch.setenv("XLA_FLAGS", "--others --xla_gpu_deterministic_ops=true")
+    attend(q, k, k)
+    attend(q, k, k)
+    usual, first, second = calls
+    assert first[3].pop("seed") != second[3].pop("seed")
+    usual_options = {key: value for key, value in usual[3].items() if key not in ("sliding_window_length", "return_residual")}
+    assert usual_options == first[3] == second[3]
+    assert len(usual[0]) == (2 if keys == 77 else 0)
+    np.testing.assert_equal(usual[:3], first[:3])

@@ -9,7 +9,9 @@ a query may look. Scores are scaled by 1/sqrt(d), and their softmax is always ta
 """
 
 import functools
+import itertools
 import logging
+import os
 import re
 from collections.abc import Callable
 from typing import Any
@@ -25,6 +27,7 @@ AttentionKernel = Callable[..., jax.Array]
 TPU_BLOCK = 128
 # cuDNN's backward refuses odd lengths (CLIP's 77 keys); a multiple of 8 also keeps rows aligned.
 CUDNN_MULTIPLE = 8
+SEEDS = itertools.count()
 
 
 def dot_product(q, k, v, *, mask=None, precision=None):
@@ -137,7 +140,21 @@ def _cudnn(q, k, v):
             "query_seq_lengths": jnp.full((batch,), queries, jnp.int32),
             "key_value_seq_lengths": jnp.full((batch,), keys, jnp.int32),
         }
+    if "--xla_gpu_deterministic_ops=true" in os.environ.get("XLA_FLAGS", "").split():
+        return _distinct_cudnn(q, k, v, *lengths.values())[:, :queries]
     return jax.nn.dot_product_attention(q, k, v, implementation="cudnn", **lengths)[:, :queries]
+
+
+def _distinct_cudnn(q, k, v, *lengths) -> Any:
+    """As JAX calls cuDNN, but no two calls are equal.
+
+    Of a program with two equal ones XLA (of jaxlib 0.11.2) cannot run the deterministic backward: it ends with
+    "raw_hash_map::at". So each gets a seed of its own, that of a dropout which is off.
+    """
+    from jax._src.cudnn.fused_attention_stablehlo import MaskType, dot_product_attention
+
+    masked = MaskType.PADDING if lengths else MaskType.NO_MASK
+    return dot_product_attention(q, k, v, None, None, *lengths, scale=q.shape[-1] ** -0.5, mask_type=masked, seed=next(SEEDS))
 
 
 def _splash_refuses(q: jax.Array, mask: Any) -> str | None:
