@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import sys
 import tarfile
@@ -290,3 +291,32 @@ def test_tasks_of_slurm_find_each_other_and_one_alone_says_nothing(tmp_path: Pat
     alone = ["env", *(f"{k}={v}" for k, v in slurm(1, 1, FOLDER=str(tmp_path)).items()), sys.executable, "-c", SUM]
     assert together([alone], tmp_path / "one", 100) == [f"1 {DEVICES} 1.0\nfirst\nshared\n"]
     assert (tmp_path / "one" / "0.err").read_text() == ""
+
+
+# A run that goes on from step 300, and gets SIGUSR1 before its first step.
+STOPPED_EARLY = """
+import os, signal, time
+from maxdiff import processes
+from maxdiff.config import Run
+from maxdiff.stop import Signals
+processes.start(Run())
+with Signals() as signals:
+    if os.environ["SLURM_PROCID"] == "1":
+        os.kill(os.getpid(), signal.SIGUSR1)
+    time.sleep(1)
+    signals.defer(300)
+    number = 301
+    while not signals.requested(number) and number < 500:
+        number += 1
+        time.sleep(0.05)
+    processes.wait_for_all("stopped")
+    print(f"\\n{number} {signals.requested(number + 1)}\\n", end="", flush=True)
+"""
+
+
+def test_a_signal_before_the_first_step_stops_a_run_that_goes_on(tmp_path: Path):
+    steps = [slurm(2, 1, task, JAX_COORDINATOR_PORT=str(port)) for port in [free_port()] for task in (0, 1)]
+    commands = [["env", *(f"{k}={v}" for k, v in step.items()), sys.executable, "-c", STOPPED_EARLY] for step in steps]
+    stopped = [re.findall(r"^(\d+) (\w+)$", said, re.MULTILINE) for said in together(commands, tmp_path, 100)]
+    assert stopped[0] == stopped[1]
+    assert [was for _, was in stopped[0]] == ["True"]

@@ -51,8 +51,17 @@ class Signals:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def defer(self) -> None:
-        """From here on signals wait for `requested`, or for the end of the run."""
+    def defer(self, made: int) -> None:
+        """From here on signals wait for `requested`, or for the end of the run.
+
+        Args:
+            made: the number of the last batch before, 0 if there was none; the same on every process.
+        """
+        if jax.process_count() > 1 and not self._deferred:
+            # All agree on the number after the greatest that any has asked for. Of a signal before they asked for one, that
+            # is 1, which a run that goes on must not step over: no later signal would be heard either.
+            for number in range(1, made + 1):
+                self._agreed |= multihost_utils.reached_preemption_sync_point(number)
         self._deferred = True
 
     def requested(self, number: int) -> bool:

@@ -152,7 +152,7 @@ def _train(config: Config, folder: Path, signals: Signals, watch: Watch) -> Trai
                         loop = Loop(config, step, task.constants, key, rates, last, checkpoints, metrics, judge, profiler,
                                     signals, watch)  # fmt: skip
                     # Loop: nothing in it waits for the device but the steps that are logged or saved.
-                    signals.defer()
+                    signals.defer(int(state.health.batch))
                     state, goes_back = loop.run(state, batches)
                 if goes_back:
                     state = roll_back(config, checkpoints, abstract, state, source, plan)

@@ -218,8 +218,8 @@ def test_workers_import_no_jax_ignore_signals_and_end_with_the_iterator(spy: Cal
     assert len(pids) == 2
     assert os.getpid() not in pids
     for pid in pids:
-        os.kill(pid, signal.SIGTERM)
-        os.kill(pid, signal.SIGINT)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            os.kill(pid, number)
     assert {int(t.split()[0]) for batch in itertools.islice(iterator, 4) for t in batch["input_ids"]} == pids
     iterator.close()  # pyright: ignore
     assert not any(map(alive, pids))

@@ -94,10 +94,10 @@ def _receive(process: "subprocess.Popen[bytes]", number: int, step: int) -> Any:
 
 def serve() -> None:
     """A worker's whole life: read the job from stdin, write batches to stdout until nobody reads them."""
-    # Ctrl-C and a scheduler's SIGTERM reach every process of a job. The parent decides what to save first;
+    # Ctrl-C and a scheduler's signals reach every process of a job. The parent decides what to save first;
     # workers end with it, by their pipes.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
     # Pillow's remarks about single images; what cannot be used is reported as a bad example.
     warnings.filterwarnings("ignore", module=r"PIL\.")
     pipe = os.fdopen(os.dup(1), "wb")
