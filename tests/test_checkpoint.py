@@ -13,9 +13,10 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from maxdiff import build
 from maxdiff.checkpoint import Checkpoints, checksums, restore_latest
 from maxdiff.checkpoint_command import main
-from maxdiff.config import Config
+from maxdiff.config import Config, Run
 from maxdiff.loop import Loop
 from maxdiff.sharding import make_mesh
 from maxdiff.watch import Watch
@@ -258,6 +259,27 @@ def small_disk(tmp_path: Path):
         pytest.skip("no file system can be mounted here")
     yield folder
     subprocess.run(["umount", "-l", folder], check=True)
+
+
+def test_a_disk_that_becomes_read_only_loses_that_save_alone(small_disk: Path, caplog: pytest.LogCaptureFixture):
+    value = lambda step: {"x": jnp.full(100, step, jnp.float32)}
+    folder = small_disk / "r" / "checkpoints"
+    with Checkpoints(folder) as checkpoints:
+        loop = Loop(Config(), None, {}, None, {}, 9, checkpoints, None, None, None, None, Watch(None))
+        loop._save_now(1, value(1))
+        subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+        loop._save(2, value(2))
+        loop._try(loop._saved)
+        assert "A CHECKPOINT COULD NOT BE WRITTEN, the last whole one is of step 1; training goes on: " in caplog.text
+        assert "Read-only file system" in caplog.text
+        with pytest.raises(OSError, match="step 3 could not be saved, the last whole one is of step 1: .*Read-only file system"):
+            loop._save_now(3, value(3))
+        with pytest.raises(ValueError, match=f"output_dir='{small_disk}' cannot be written to: .*Read-only|read-only"):
+            build.make_folder(Config(run=Run(run_name="r", output_dir=str(small_disk))))
+        subprocess.run(["mount", "-o", "remount,rw", small_disk], check=True)
+        loop._save_now(4, value(4))
+        assert checkpoints.steps() == [1, 4]
+        assert_equal(checkpoints.restore(4, abstract(value(0))), value(4))
 
 
 def test_a_full_disk_loses_that_save_alone(small_disk: Path, caplog: pytest.LogCaptureFixture):

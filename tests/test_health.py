@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxdiff import build, inputs
+from maxdiff import audit, build, inputs
 from maxdiff.checkpoint import Checkpoints
-from maxdiff.config import Config
+from maxdiff.config import Config, load_config
 from maxdiff.data import encode as encoding
 from maxdiff.data.encoded import EncodedSource, write_shard
 from maxdiff.data.order import example_index
@@ -127,6 +127,9 @@ def test_a_batch_that_is_not_finite(spoilt: tuple[Path, str, int], tmp_path: Pat
     losses = [record["loss"] for record in read_metrics(tmp_path / "back" / "r") if "loss" in record]
     assert len(losses) == 5
     assert np.isfinite(losses).all()
+    # An audit knows that step 5 was made of the sixth batch.
+    rows = list(audit.audit(load_config(tmp_path / "back" / "r" / "config.yml"), 5))[2:]
+    assert [int(row.split("\t")[0]) for row in rows] == list(range(5 * BATCH, 6 * BATCH))
     # Up to there it is the other run, bit for bit.
     assert losses[:batch] == [record["loss"] for record in records.values()][:batch]
 

@@ -2,11 +2,12 @@
 
     python -m maxdiff.audit configs/base14.yml run_name=my_run output_dir=runs step=1000
 
-Nothing was recorded for this: it is computed from the run's config.yml as the step itself did.
+It is computed from the run's config.yml as the step itself did; metrics.jsonl says how many batches a run has passed over.
 """
 
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from maxdiff.data.order import batch_positions
 from maxdiff.data.pipeline import load_example, step_examples
 from maxdiff.diffusion.objective import draw_timesteps, drop_caption, example_keys
 from maxdiff.diffusion.schedule import noise_schedule
+from maxdiff.metrics import METRICS, read_metrics
 from maxdiff.task import make_objective
 from maxdiff.weights.checkpoint import open_checkpoint
 
@@ -43,7 +45,7 @@ def audit(config: Config, step: int) -> Iterator[str]:
     """
     if step > (last := config.batch.steps(config.batch.global_batch_size)):
         raise ValueError(f"step={step} is not one of the run's {last} steps")
-    source, made = inputs.open_training(config), step - 1
+    source, made = inputs.open_training(config), step - 1 + batches_ahead(config.run.folder, step)
     plan = inputs.with_buckets(config, inputs.make_plan(config), source)
     rows = np.arange(plan.global_batch)
     positions = batch_positions(made, plan.global_batch)
@@ -71,6 +73,14 @@ def audit(config: Config, step: int) -> Iterator[str]:
                          ",".join(map(str, crop)), key, "(none)" if dropped[row] else caption])  # fmt: skip
         for error in bad:
             yield f"\tinstead of the bad example {error}"
+
+
+def batches_ahead(run: Path, step: int) -> int:
+    """How many batches more than steps were drawn before `step`: those that the run has passed over (`rollback`)."""
+    records = read_metrics(run) if (run / METRICS).is_file() else []
+    # The first step after going back is logged always.
+    before = [record for record in records if record["step"] <= step and "loss" in record]
+    return int(before[-1].get("batches_ahead", 0)) if before else 0
 
 
 if __name__ == "__main__":

@@ -70,6 +70,8 @@ class Loop:
             if values.pop("bad_batch") >= 0:
                 return state, True
             if logs:
+                if ahead:
+                    values["batches_ahead"] = ahead
                 self._log(number, values, batches.seconds_waited - waited)
                 waited = batches.seconds_waited
             if stops or number == self.last:
