@@ -69,7 +69,7 @@ def check(path: Path) -> None:
     try:
         _files().call("GET", "b/{}", name)  # Orbax asks the same
     except FileNotFoundError:
-        raise ValueError(f"{path}: there is no bucket {SCHEME}{name}; allowed: one that is there") from None
+        raise ValueError(f"{path}: there is no bucket {SCHEME}{name} (allowed: one that exists)") from None
     except Exception as error:  # of requests, credentials and connections, a dozen kinds
         raise ValueError(f"{path}: the bucket cannot be looked at, which takes the permission storage.buckets.get: "
                          f"{_cause(error)}") from error  # fmt: skip
@@ -92,11 +92,9 @@ def check_writable(path: Path) -> None:
 
 def read(path: Path) -> bytes | None:
     """A file's bytes, of one moment; None if there is no such file."""
-    try:
-        with _told(path):
-            return _files().cat_file(str(path))
-    except FileNotFoundError:
-        return None
+    with contextlib.suppress(FileNotFoundError), _told(path, FileNotFoundError):
+        return _files().cat_file(str(path))
+    return None
 
 
 def write(path: Path, data: bytes) -> None:
@@ -108,7 +106,7 @@ def write(path: Path, data: bytes) -> None:
 def create(path: Path, data: bytes) -> bool:
     """Write a file if there is none of this name, which of several who try at once one does; False if there is one."""
     try:
-        with _told(path):
+        with _told(path, FileExistsError):
             _files().pipe_file(str(path), data, mode="create")
     except FileExistsError:
         return read(path) == data  # it may be ours: the request was made again when its answer was lost
@@ -117,7 +115,7 @@ def create(path: Path, data: bytes) -> bool:
 
 def remove(path: Path) -> None:
     """Delete a file, if it is there; raises OSError."""
-    with contextlib.suppress(FileNotFoundError), _told(path):
+    with contextlib.suppress(FileNotFoundError), _told(path, FileNotFoundError):
         _files().rm_file(str(path))
 
 
@@ -178,11 +176,11 @@ def copy_all(path: Path, folder: Path, wanted: Sequence[tuple[str, Stored | None
 
 def store(source: Path, path: Path) -> None:
     """Copy a file into a bucket, whole or not at all; raises OSError."""
+    if source.stat().st_size <= SMALL:
+        write(path, source.read_bytes())
+        return
     with _told(path):
-        if source.stat().st_size <= SMALL:
-            write(path, source.read_bytes())
-        else:
-            _files().put_file(str(source), str(path), consistency="md5")
+        _files().put_file(str(source), str(path), consistency="md5")
 
 
 def remove_folder(path: Path) -> None:
@@ -207,11 +205,11 @@ def _files() -> Any:
 
 
 @contextlib.contextmanager
-def _told(path: Path) -> Iterator[None]:
-    """Raise whatever fails as an OSError of one line."""
+def _told(path: Path, *but: type[Exception]) -> Iterator[None]:
+    """Raise whatever fails, but these, as an OSError of one line."""
     try:
         yield
-    except (FileExistsError, FileNotFoundError):
+    except but:
         raise
     except Exception as error:  # of requests, credentials and connections, a dozen kinds
         raise OSError(f"{path}: {_cause(error)}") from error

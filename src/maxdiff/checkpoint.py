@@ -76,10 +76,14 @@ class Checkpoints:
             keep.append(policies.EveryNSteps(keep_every))
         if keep_best:
             keep.append(_Best(self.losses))
+        context = ocp.Context()
+        # Where a folder cannot be made in the background, what is to write into it waits for five minutes.
+        context.asynchronous.create_directories_asynchronously = jax.process_count() > 1
         self._checkpointer = ocp.training.Checkpointer(
             str(self.folder if bucket.is_bucket(self.folder) else self.folder.resolve()),
             preservation_policy=cast(Any, policies.AnyPreservationPolicy(keep)),
             cleanup_tmp_directories=not read_only,  # of saves that were interrupted
+            context=context,
         )
         self._saving: Any = None
         self._programs: Any = None
@@ -146,6 +150,10 @@ class Checkpoints:
                 saving.result()
             except BaseException:
                 self._clear_unfinished()
+                # Orbax raises it once more in each thread that asks for anything: those that save, and close.
+                for call in (self._thread.submit(self._checkpointer.wait).result, self._checkpointer.wait):
+                    with contextlib.suppress(Exception):
+                        call()
                 raise
 
     def notes(self, step: int) -> dict[str, Any]:

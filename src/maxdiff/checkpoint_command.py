@@ -48,6 +48,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _run(folder: str) -> Run:
     """The run in this folder, wherever that was moved to since."""
+    bucket.check_path("RUN_FOLDER", folder)
     where = bucket.place(folder)
     where = where if bucket.is_bucket(where) else where.resolve()
     return Run(run_name=where.name, output_dir=str(where.parent))
