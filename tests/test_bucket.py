@@ -21,19 +21,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.crashes import BEGINS, STEPS, Start, fingerprint, resumed
+from benchmarks.crashes import BEGINS, TEXT, UNET, Start, fingerprint, resumed
 from benchmarks.together import free_port, run_together
 from maxdiff import bucket, build, checkpoint_command, generate, lock, mirror, train
 from maxdiff.checkpoint import Checkpoints, has_checkpoints, newest_step, restore_latest
-from maxdiff.config import Run
+from maxdiff.config import Run, load_config, write_config
 from maxdiff.lock import RunLock
 from maxdiff.mirror import Mirror
 from maxdiff.stop import STOPPED, Stopped
+from maxdiff.task import make_task
 
 # aiohttp's advice to gcsfs
 pytestmark = pytest.mark.filterwarnings("ignore:Sending a large body directly with raw bytes:ResourceWarning")
 ROOT = Path(__file__).parent.parent
 BUCKET = "runs-of-tests"
+STEPS = 16
+VAE = ("{block_out_channels: [8], down_block_types: [DownEncoderBlock2D], up_block_types: [UpDecoderBlock2D], norm_num_groups: 4, "
+       "layers_per_block: 1}")  # fmt: skip
 
 
 class Emulator:
@@ -93,6 +97,12 @@ def folder(emulator: Emulator, request: pytest.FixtureRequest) -> Path:
     return bucket.place(f"gs://{BUCKET}/{request.node.name}")
 
 
+def start_of(output: Path, cache: Path) -> Start:
+    """A start of a small autoencoder's training, soon compiled."""
+    keys = ["train_vae=true", f"vae={VAE}", "unet={}", "text_encoder={}", "data_workers=0", f"max_train_steps={STEPS}"]
+    return Start(output, cache, keys, "--xla_backend_optimization_level=0")
+
+
 def names(folder: Path) -> set[str]:
     return {name for name, _ in bucket.listing(folder)}
 
@@ -104,10 +114,10 @@ def test_a_run_goes_on_from_its_bucket_on_an_empty_disk(emulator: Emulator, fold
     cache, disks = tmp_path / "cache", [tmp_path / "disk-1", tmp_path / "disk-2"]
     for disk in disks:
         disk.mkdir()
-    assert Start(tmp_path / "whole", cache).end() == 0
+    assert start_of(tmp_path / "whole", cache).end() == 0
 
     monkeypatch.setenv("TMPDIR", str(disks[0]))
-    start = Start(folder, cache)
+    start = start_of(folder, cache)
     assert start.wait_for(BEGINS["step"], 6)
     assert start.end(15) == STOPPED, start.lines
     first = newest_step(folder / "r" / "checkpoints")
@@ -116,10 +126,10 @@ def test_a_run_goes_on_from_its_bucket_on_an_empty_disk(emulator: Emulator, fold
     assert not list(Path("gs:").glob("*"))
 
     monkeypatch.setenv("TMPDIR", str(disks[1]))
-    start = Start(folder, cache)
+    start = start_of(folder, cache)
     assert start.wait_for(BEGINS["step"])
     start.process.send_signal(19)  # it makes no steps meanwhile
-    other = Start(folder, cache)
+    other = start_of(folder, cache)
     assert other.end() == 2
     assert f"output_dir/run_name: {folder}/r is in use by process {start.process.pid} on " in other.lines[-1]
     # There is no bucket for a while: a save fails, and training goes on.
@@ -139,7 +149,7 @@ def test_a_run_goes_on_from_its_bucket_on_an_empty_disk(emulator: Emulator, fold
     bucket.fetch(folder / "r", tmp_path / "copy" / "r", ["checkpoints", "pipeline"])
     assert fingerprint(tmp_path / "copy") == fingerprint(tmp_path / "whole")
     there = names(folder / "r")
-    assert there >= {"config.yml", "data.json", "heartbeat.json", "metrics/metrics.jsonl", "pipeline/model_index.json"}
+    assert there >= {"config.yml", "data.json", "heartbeat.json", "metrics/metrics.jsonl", "pipeline/vae/config.json"}
     assert sum(name.startswith("tensorboard/") for name in there) == 2
     assert "lock.json" not in there
     steps = [json.loads(line)["step"] for line in bucket.read(folder / "r" / "metrics" / "metrics.jsonl").splitlines()]
@@ -152,31 +162,39 @@ def test_a_run_goes_on_from_its_bucket_on_an_empty_disk(emulator: Emulator, fold
     assert capfd.readouterr().out.splitlines()[-1].startswith(f"step {STEPS}  ")
     assert checkpoint_command.main(["verify", f"{folder}/r", f"step={STEPS}"]) == 0
     assert f"step {STEPS}: whole, " in capfd.readouterr().out
-    drawn_from(folder, capfd)
 
 
-def drawn_from(folder: Path, capfd):
-    """generate.py draws from the bucket into it, other images than those that are there."""
-    asked = []
+def test_a_run_in_a_bucket_draws_into_it(folder: Path, capfd: pytest.CaptureFixture):
+    config = load_config(ROOT / "configs" / "base.yml", [
+        "run_name=r", f"output_dir={folder}", f"vae={VAE}", f"unet={UNET}", f"text_encoder={TEXT}", "resolution=8",
+        "max_train_steps=9", "global_batch_size=8", "skip_jax_distributed_system=true",
+    ])  # fmt: skip
+    with Mirror(config.run, []):
+        task = make_task(config, build.layout_of(config), None)
+        task.save_frozen(config.run.folder / "pipeline")
+        (config.run.folder / "config.yml").write_text(write_config(config))
+        params = jax.tree.map(np.asarray, task.initial())
+        with Checkpoints(config.run.checkpoints) as checkpoints:
+            checkpoints.save(3, {"ema": jax.tree.map(jnp.asarray, params), "step": jnp.zeros(2)})
 
-    def sampler(networks: Any, scheduler: Any, settings: Any) -> Any:
-        asked.append(settings)
-        return lambda weights, request: jnp.zeros((len(request["seed"]), 8, 8, 3), jnp.uint8)
-
-    arguments = [str(ROOT / "configs" / "base.yml"), "run_name=r", f"output_dir={folder}", "skip_jax_distributed_system=true"]
-    images = f"images/r-{STEPS}"
+    # Grey by its seed.
+    sampler = lambda networks, scheduler, settings: (
+        lambda weights, request: (
+            jnp.zeros((len(request["seed"]), 8, 8, 3), jnp.uint8) + request["seed"][:, None, None, None].astype(jnp.uint8)
+        )
+    )
+    arguments = [str(ROOT / "configs" / "base.yml"), "run_name=r", f"output_dir={folder}", "prompt=A red heart!",
+                 "skip_jax_distributed_system=true"]  # fmt: skip
+    images = f"{folder}/r/images/r-3"
     with mock.patch.object(build, "draw_function", sampler):
-        assert generate.main([*arguments, "prompt=A red heart!"]) == 0
-        assert f"wrote {folder}/r/{images}/a-red-heart-0.png" in capfd.readouterr().out
-        before = bucket.read(folder / "r" / images / "a-red-heart-0.png")
-        assert generate.main([*arguments, "prompt=A red heart!", "num_images_per_prompt=2"]) == 0
+        assert generate.main(arguments) == 0
+        assert f"wrote {images}/a-red-heart-0.png" in capfd.readouterr().out
+        assert generate.main([*arguments, "num_images_per_prompt=2"]) == 0
     said = capfd.readouterr().out
     assert "1 image drawn" in said
-    assert f"wrote {folder}/r/{images}; 2 of 2 are on {folder}/r/{images}/sheet.png" in said
-    assert bucket.read(folder / "r" / images / "a-red-heart-0.png") == before
-    assert {name for name in names(folder / "r") if "images" in name} == {
-        f"{images}/{name}.png" for name in ("a-red-heart-0", "a-red-heart-1", "sheet")
-    }
+    assert "1 image there already" in said
+    assert f"wrote {images}; 2 of 2 are on {images}/sheet.png" in said
+    assert names(bucket.place(images)) == {"a-red-heart-0.png", "a-red-heart-1.png", "sheet.png"}
 
 
 # Two processes that hold, fill and read one run, as training does.
@@ -186,7 +204,7 @@ import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from maxdiff import bucket, processes
 from maxdiff.checkpoint import Checkpoints, newest_step, restore_latest
-from maxdiff.config import Run
+from maxdiff.config import Run, load_config, write_config
 from maxdiff.lock import RunLock
 from maxdiff.mirror import Mirror
 from contextlib import ExitStack
