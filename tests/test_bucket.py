@@ -6,6 +6,7 @@ import re
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.request
@@ -376,7 +377,8 @@ def test_uploads_that_fail_are_told_and_tried_again(emulator: Emulator, folder: 
 
 
 @pytest.mark.parametrize("ended", [None, Stopped("SIGTERM", STOPPED), RuntimeError("of the run")])
-def test_last_files_that_cannot_be_uploaded_are_kept(emulator: Emulator, folder: Path, ended, caplog):
+def test_last_files_that_cannot_be_uploaded_are_kept(emulator: Emulator, folder: Path, ended, caplog, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     run = Run(run_name=f"r-{type(ended).__name__}", output_dir=str(folder))
 
     def end():
@@ -407,7 +409,8 @@ def test_what_is_fetched_is_not_uploaded_again(folder: Path, monkeypatch: pytest
     for name, data in there.items():
         bucket.write(run.place / name, data)
     large = np.random.default_rng(0).bytes(bucket.SMALL + 1)
-    with Mirror(run, ["config.yml", "pipeline", "none"]) as kept:
+    bucket.fetch(run.place, run.folder, ["config.yml"])  # as a command does, to know the run
+    with Mirror(run, ["pipeline", "none"]) as kept:
         here = {path.relative_to(run.folder).as_posix() for path in run.folder.rglob("*") if path.is_file()}
         assert here == {"config.yml", "pipeline/unet/config.json"}
         kept.fetch_files("pipeline-2", {"x", "y"})
@@ -430,9 +433,9 @@ def test_what_is_fetched_is_not_uploaded_again(folder: Path, monkeypatch: pytest
         ("gs://none-of-tests/runs", r"gs://none-of-tests/runs/r: there is no bucket gs://none-of-tests \(allowed: one that"),
         (
             "s3://bucket/runs",
-            r"output_dir='s3://bucket/runs' is no place to write to \(allowed: a folder, or gs://BUCKET/PATH\)",
+            r"output_dir='s3://bucket/runs' is no place for a run \(allowed: a folder, or gs://BUCKET/PATH\)",
         ),
-        ("gs:///runs", "output_dir='gs:///runs' is no place to write to"),
+        ("gs:///runs", "output_dir='gs:///runs' is no place for a run"),
     ],
 )
 def test_a_place_that_is_none_is_one_error(emulator: Emulator, output: str, message: str, capfd: pytest.CaptureFixture):

@@ -42,7 +42,7 @@ def is_bucket(path: str | PurePath) -> bool:
 def check_path(key: str, path: str) -> None:
     """Raise ValueError for a URL of another kind, or of no bucket."""
     if "://" in path and (not path.startswith(SCHEME) or not path.removeprefix(SCHEME).partition("/")[0]):
-        raise ValueError(f"{key}={path!r} is no place to write to (allowed: {ALLOWED})")
+        raise ValueError(f"{key}={path!r} is no place for a run (allowed: {ALLOWED})")
 
 
 def place(path: str | PurePath) -> Path:

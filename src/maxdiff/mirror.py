@@ -54,6 +54,7 @@ class Mirror:
         if self._remote:
             self._run.folder.mkdir(parents=True, exist_ok=True)
             wait_for_all("the run is held")  # so that whoever held it before has written its last
+            self._stored = self._changed()  # config.yml, which was fetched to know the run
             self.fetch(self._fetched)
         if self._uploads:
             for thread in self._threads:

@@ -115,7 +115,8 @@ def _train(config: Config, mirror: Mirror, signals: Signals, watch: Watch) -> Tr
             write_atomically(folder / "config.yml", [write_config(config).encode()])
             if not goes_on:
                 task.save_frozen(folder / "pipeline")
-            mirror.upload()  # no checkpoint without them
+            with watch.busy("upload"):
+                mirror.upload()  # no checkpoint without them
 
         if first >= last:
             say(f"nothing is left to train: the run has made {first} of {last} steps")
