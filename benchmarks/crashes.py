@@ -57,17 +57,17 @@ def command(output: Path, cache: Path) -> list[str]:
 
 
 class Start:
-    """One start of a run, whose lines are watched."""
+    """One start of a run, with other keys and XLA's flags if any are given, whose lines are watched."""
 
-    def __init__(self, output: Path, cache: Path):
+    def __init__(self, output: Path, cache: Path, overrides: Sequence[str] = (), flags: str = ""):
         path = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
         environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path,
-                       "XLA_FLAGS": "", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1"}  # fmt: skip
+                       "XLA_FLAGS": flags, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1"}  # fmt: skip
         self.lines: list[str] = []
         self._came = threading.Condition()
         # A group of its own: what is killed is the process alone, and its data workers must find out by themselves.
-        self.process = subprocess.Popen(command(output, cache), env=environment, text=True, stdout=subprocess.PIPE,
-                                        stderr=subprocess.STDOUT, start_new_session=True)  # fmt: skip
+        self.process = subprocess.Popen([*command(output, cache), *overrides], env=environment, text=True,
+                                        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)  # fmt: skip
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -261,6 +262,17 @@ def small_disk(tmp_path: Path):
     subprocess.run(["umount", "-l", folder], check=True)
 
 
+def test_orbax_asks_jax_for_no_preemption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Its questions, of other numbers than the loop's, would make the loop miss the step that all agreed on."""
+    asked = []
+    monkeypatch.setattr(multihost_utils, "reached_preemption_sync_point", lambda number: asked.append(number) or False)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(3, {"x": jnp.zeros(2)})
+        checkpoints.wait()
+        assert checkpoints.steps() == [3]
+    assert not asked
+
+
 def test_a_disk_that_becomes_read_only_loses_that_save_alone(small_disk: Path, caplog: pytest.LogCaptureFixture):
     value = lambda step: {"x": jnp.full(100, step, jnp.float32)}
     folder = small_disk / "r" / "checkpoints"
@@ -272,7 +284,9 @@ def test_a_disk_that_becomes_read_only_loses_that_save_alone(small_disk: Path, c
         loop._try(loop._saved)
         assert "A CHECKPOINT COULD NOT BE WRITTEN, the last whole one is of step 1; training goes on: " in caplog.text
         assert "Read-only file system" in caplog.text
-        with pytest.raises(OSError, match="step 3 could not be saved, the last whole one is of step 1: .*Read-only file system"):
+        with pytest.raises(
+            OSError, match="step 3 could not be saved, the last whole one is of step 1: .*Read-only file system"
+        ):
             loop._save_now(3, value(3))
         with pytest.raises(ValueError, match=f"output_dir='{small_disk}' cannot be written to: .*Read-only|read-only"):
             build.make_folder(Config(run=Run(run_name="r", output_dir=str(small_disk))))

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxdiff import command, inputs
+from maxdiff import bucket, command, inputs
 from maxdiff.config import Config
 from maxdiff.data.encoded import EncodedSource
 from maxdiff.data.order import batch_positions
@@ -43,6 +43,7 @@ def audit(config: Config, step: int) -> Iterator[str]:
     Raises:
         ValueError, OSError: if there is no such step, or the run's data are not where they were.
     """
+    bucket.fetch(config.run.place, config.run.folder, ["pipeline/scheduler", "pipeline/model_index.json"])
     if step > (last := config.batch.steps(config.batch.global_batch_size)):
         raise ValueError(f"step={step} is not one of the run's {last} steps")
     source, made = inputs.open_training(config), step - 1 + batches_ahead(config.run.folder, step)
@@ -60,7 +61,7 @@ def audit(config: Config, step: int) -> Iterator[str]:
         dropped = np.asarray(drop_caption(objective, key, jnp.asarray(rows)))
     else:
         dropped = np.ones(len(rows), bool)
-    yield f"step {step} of {config.run.folder}: {plan.global_batch} examples of {len(source)}, seed {plan.seed}"
+    yield f"step {step} of {config.run.place}: {plan.global_batch} examples of {len(source)}, seed {plan.seed}"
     yield "\t".join(["position", "epoch", "index", *columns, "crop", "example", "caption"])
     for row in rows:
         index, bad = int(wanted[row]), []

@@ -15,6 +15,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from maxdiff import bucket
 from maxdiff.checkpoint import Checkpoints, has_checkpoints, restore_latest
 from maxdiff.config import SECTIONS, Config, flat, load_config
 from maxdiff.diffusion.sampler_config import KEYS, sampler_name
@@ -66,10 +67,10 @@ def use_cache(config: Config) -> None:
 
 
 def make_folder(config: Config) -> Path:
-    """The run's folder, made if need be; raises ValueError where nothing can be written."""
+    """The run's folder, made if need be; raises ValueError where nothing can be written, there or in its bucket."""
     folder = config.run.folder
-    if "://" in config.run.output_dir:
-        raise ValueError(f"output_dir={config.run.output_dir!r} is no folder (allowed: a path; buckets are not supported yet)")
+    if bucket.is_bucket(config.run.output_dir):
+        bucket.check_writable(config.run.place)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK):
@@ -133,7 +134,7 @@ def settle_batch(config: Config, mesh: Mesh) -> tuple[Config, int]:
         ValueError: if the global batch is no multiple of what the devices take at once.
     """
     batch, saved = config.batch, config.run.folder / "config.yml"
-    if not batch.global_batch_size and saved.is_file() and has_checkpoints(config.run.folder / "checkpoints"):
+    if not batch.global_batch_size and saved.is_file() and has_checkpoints(config.run.checkpoints):
         batch = dataclasses.replace(batch, global_batch_size=load_config(saved).batch.global_batch_size)
     global_batch, accumulation = batch.split(batch_shards(mesh))
     return dataclasses.replace(config, batch=dataclasses.replace(batch, global_batch_size=global_batch)), accumulation
@@ -224,7 +225,7 @@ def abstract_of(config: Config, layout: Layout, task: Task, optimizer: optax.Gra
 def open_checkpoints(config: Config) -> Checkpoints:
     """The run's checkpoints, with what the configuration says of keeping them."""
     output, folder = config.output, config.run.folder
-    checkpoints = Checkpoints(folder / "checkpoints", keep_last=output.checkpoints_to_keep,
+    checkpoints = Checkpoints(config.run.checkpoints, keep_last=output.checkpoints_to_keep,
                               keep_every=output.keep_checkpoint_every, keep_best=output.keep_best_checkpoint)  # fmt: skip
     if output.keep_best_checkpoint and (folder / METRICS).is_file():
         checkpoints.losses |= {r["step"]: r["held_out_loss"] for r in read_metrics(folder) if "held_out_loss" in r}
@@ -263,7 +264,9 @@ def find_checkpoint(path: str) -> tuple[Path, int]:
     Raises:
         FileNotFoundError: if there is no checkpoint.
     """
-    folder = Path(path).expanduser()
+    folder = bucket.place(path).expanduser()
+    if bucket.is_bucket(folder):
+        bucket.check(folder)
     if folder.name.isdigit() and folder.is_dir():
         return folder.parent, int(folder.name)
     folder = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder

@@ -9,13 +9,14 @@ which does not depend on how the leaf is split over devices.
 """
 
 import collections
+import contextlib
 import dataclasses
 import itertools
 import logging
 import math
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -27,14 +28,17 @@ import numpy as np
 from jax import lax
 from orbax.checkpoint import v1 as ocp
 
+from maxdiff import bucket
 from maxdiff.processes import agree, wait_for_all
 
 Tree = TypeVar("Tree")
 logger = logging.getLogger(__name__)
 
 MAX_LISTED = 8
-# What Orbax calls a save that is not finished.
+# What Orbax calls a save that is not finished. In a bucket, where nothing can be renamed at once, it has its last name
+# from the start, and this file when it's finished.
 UNFINISHED = "orbax-checkpoint-tmp"
+FINISHED = "commit_success.txt"
 
 
 class DamagedCheckpoint(ValueError):
@@ -45,7 +49,7 @@ class Checkpoints:
     """The checkpoints in a folder, one for each saved step; use it as a context manager.
 
     Args:
-        folder: created if need be. One run at a time.
+        folder: created if need be; it may be in a bucket. One run at a time.
         keep_last: how many of the newest to keep; None keeps all.
         keep_every: also keep those whose step is a multiple of this.
         keep_best: also keep the one with the least held-out loss of those that have one, see `losses`.
@@ -55,11 +59,16 @@ class Checkpoints:
 
     Attributes:
         losses: the held-out loss of steps, which whoever measures it fills in.
+
+    Raises:
+        ValueError: for a bucket that cannot be looked at.
     """
 
     def __init__(self, folder: str | Path, *, keep_last: int | None = None, keep_every: int | None = None,
                  keep_best: bool = False, read_only: bool = False):  # fmt: skip
-        self.folder = Path(folder)
+        self.folder = bucket.place(folder)
+        if bucket.is_bucket(self.folder):
+            bucket.check(self.folder)  # Orbax would make one
         self.losses: dict[int, float] = {}
         policies = ocp.training.preservation_policies
         keep: list[Any] = [policies.LatestN(keep_last)]
@@ -67,11 +76,18 @@ class Checkpoints:
             keep.append(policies.EveryNSteps(keep_every))
         if keep_best:
             keep.append(_Best(self.losses))
+        context = ocp.Context()
+        # Where a folder cannot be made in the background, what is to write into it waits for five minutes.
+        context.asynchronous.create_directories_asynchronously = jax.process_count() > 1
         self._checkpointer = ocp.training.Checkpointer(
-            str(self.folder.resolve()),
+            str(self.folder if bucket.is_bucket(self.folder) else self.folder.resolve()),
             preservation_policy=cast(Any, policies.AnyPreservationPolicy(keep)),
             cleanup_tmp_directories=not read_only,  # of saves that were interrupted
+            context=context,
         )
+        # Orbax asks at each save whether a preemption is due, by the save's step. JAX, which agrees with all processes on the
+        # number to stop at, takes every question for a step's: by a lower number a process would miss it (see stop.py).
+        self._checkpointer._manager.reached_preemption = lambda _: False
         self._saving: Any = None
         self._programs: Any = None
         self._sizes: dict[Any, int] = {}
@@ -137,6 +153,10 @@ class Checkpoints:
                 saving.result()
             except BaseException:
                 self._clear_unfinished()
+                # Orbax raises it once more in each thread that asks for anything: those that save, and close.
+                for call in (self._thread.submit(self._checkpointer.wait).result, self._checkpointer.wait):
+                    with contextlib.suppress(Exception):
+                        call()
                 raise
 
     def notes(self, step: int) -> dict[str, Any]:
@@ -218,9 +238,15 @@ class Checkpoints:
 
     def _clear_unfinished(self) -> None:
         """What is left of a save that failed would take the room that the next one needs."""
-        if jax.process_index() == 0:
-            for path in self.folder.glob(f"*{UNFINISHED}*"):
-                shutil.rmtree(path, ignore_errors=True)
+        if jax.process_index() != 0:
+            return
+        if bucket.is_bucket(self.folder):
+            with contextlib.suppress(OSError):
+                for step in list(_steps_in_bucket(self.folder, finished=False)):
+                    bucket.remove_folder(self.folder / str(step))
+            return
+        for path in self.folder.glob(f"*{UNFINISHED}*"):
+            shutil.rmtree(path, ignore_errors=True)
 
     def _metadata(self, step: int) -> dict[str, Any]:
         metadata: Any = self._checkpointer.metadata(step).custom_metadata
@@ -263,8 +289,17 @@ def has_checkpoints(folder: Path) -> bool:
 
 def newest_step(folder: Path) -> int | None:
     """The step of the newest checkpoint there; None if there is none."""
+    if bucket.is_bucket(folder):
+        return next(_steps_in_bucket(folder, finished=True), None)
     steps = [int(child.name) for child in folder.iterdir() if child.name.isdigit()] if folder.is_dir() else []
     return max(steps, default=None)
+
+
+def _steps_in_bucket(folder: Path, finished: bool) -> Iterator[int]:
+    """The steps whose save is finished, or is not, descending."""
+    for step in sorted((int(name) for name, _ in bucket.listing(folder, deep=False) if name.isdigit()), reverse=True):
+        if (bucket.read(folder / str(step) / FINISHED) is not None) == finished:
+            yield step
 
 
 def named(tree: Any) -> dict[str, Any]:

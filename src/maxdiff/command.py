@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from maxdiff import bucket
 from maxdiff.accelerators import make_deterministic
 from maxdiff.config import Config, load_config, write_config
 from maxdiff.stop import Stopped
@@ -59,7 +60,7 @@ def run_on_step(program: str, argv: Sequence[str], action: Callable[[Config, int
     def on_run(config: Config) -> None:
         saved = saved_config(config, rest)
         if saved is None:
-            raise FileNotFoundError(f"there is no run in {config.run.folder} (run_name and output_dir are required)")
+            raise FileNotFoundError(f"there is no run in {config.run.place} (run_name and output_dir are required)")
         action(saved, step())
 
     return run(program, rest, on_run)
@@ -79,8 +80,11 @@ def split_number(argv: Sequence[str], name: str) -> tuple[list[str], Callable[[]
 
 def saved_config(config: Config, argv: Sequence[str]) -> Config | None:
     """The run's own config.yml, under the keys among the arguments; None if there is no such run."""
+    if not config.run.run_name:
+        return None
+    bucket.fetch(config.run.place, config.run.folder, ["config.yml"])
     saved = config.run.folder / "config.yml"
-    if not config.run.run_name or not saved.is_file():
+    if not saved.is_file():
         return None
     overrides = [argument for argument in argv if not argument.startswith("-")][1:]
     return load_config(saved, overrides)

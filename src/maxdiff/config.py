@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from maxdiff import bucket
 from maxdiff.models.config import is_a, spelled
 
 
@@ -34,10 +35,27 @@ class Run:
     num_processes: int = -1
     process_id: int = -1
 
+    def __post_init__(self):
+        bucket.check_path("output_dir", self.output_dir)
+
+    @property
+    def place(self) -> Path:
+        """Where the run lies: a folder, or a place in a bucket (see `bucket.place`)."""
+        return bucket.place(self.output_dir) / self.run_name
+
     @property
     def folder(self) -> Path:
-        """Everything that the run writes lies here."""
-        return Path(self.output_dir) / self.run_name
+        """Where the run writes all but checkpoints: the same folder or, for a bucket, this process's copy."""
+        return bucket.local_copy(str(self.place)) if bucket.is_bucket(self.output_dir) else self.place
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where its checkpoints are."""
+        return self.place / "checkpoints"
+
+    def shown(self, path: Path) -> Path:
+        """What users know a path within `folder` by."""
+        return self.place / path.relative_to(self.folder)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,9 +9,12 @@ sizes here (ici_fsdp_parallelism=1).
 import sys
 from collections.abc import Sequence
 
+import jax
+
 from maxdiff import build, command, inputs
 from maxdiff.checkpoint import Checkpoints
 from maxdiff.config import Config
+from maxdiff.mirror import Mirror
 from maxdiff.processes import start
 from maxdiff.task import make_task
 from maxdiff.train import export
@@ -33,17 +36,18 @@ def export_step(config: Config, step: int | None) -> None:
     Raises:
         FileNotFoundError, ValueError: if there is no such checkpoint, or it is damaged.
     """
-    layout = build.layout_of(config)
-    with Checkpoints(config.run.folder / "checkpoints", read_only=True) as checkpoints:
-        steps = checkpoints.steps()
-        if not steps:
-            raise FileNotFoundError(f"{checkpoints.folder} has no checkpoint yet")
-        task = make_task(config, layout, config.run.folder / "pipeline")
-        optimizer = build.make_adam(config, build.make_rates(config, task))
-        abstract = build.abstract_of(config, layout, task, optimizer)
-        state = checkpoints.restore(steps[-1] if step is None else step, abstract)
-    source = inputs.open_training(config)
-    export(config, layout, task, state, source, build.run_key(config, layout.mesh))
+    with Mirror(config.run, ["pipeline"], uploads=jax.process_index() == 0):
+        layout = build.layout_of(config)
+        with Checkpoints(config.run.checkpoints, read_only=True) as checkpoints:
+            steps = checkpoints.steps()
+            if not steps:
+                raise FileNotFoundError(f"{checkpoints.folder} has no checkpoint yet")
+            task = make_task(config, layout, config.run.folder / "pipeline")
+            optimizer = build.make_adam(config, build.make_rates(config, task))
+            abstract = build.abstract_of(config, layout, task, optimizer)
+            state = checkpoints.restore(steps[-1] if step is None else step, abstract)
+        source = inputs.open_training(config)
+        export(config, layout, task, state, source, build.run_key(config, layout.mesh))
 
 
 if __name__ == "__main__":

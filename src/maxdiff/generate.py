@@ -21,14 +21,15 @@ import jax.numpy as jnp
 import numpy as np
 from PIL import Image
 
-from maxdiff import build, command
+from maxdiff import bucket, build, command
 from maxdiff.checkpoint import Checkpoints, has_checkpoints
-from maxdiff.config import Config, Sampling, load_config
+from maxdiff.config import Config, Run, Sampling, load_config
 from maxdiff.data.pipeline import one_behind
 from maxdiff.diffusion.sampler_config import sampler_config, sampler_name
 from maxdiff.draw import check_given, cut_prompts, requests, usual_strength
 from maxdiff.gradients import outputs_function
 from maxdiff.images import grid, image_size, read_image, read_mask, read_texts, write_png
+from maxdiff.mirror import Mirror
 from maxdiff.models.network import Network, Params, unflatten
 from maxdiff.pace import Pace
 from maxdiff.pipeline import WEIGHTS, Part, Pipeline
@@ -41,6 +42,7 @@ from maxdiff.task import make_compute, make_task
 SPELLED = {"ddpm": "DDPM", "ddim": "DDIM", "pndm": "PLMS", "euler": "Euler", "euler_ancestral": "Euler a", "heun": "Heun",
            "lms": "LMS", "dpmpp_2m": "DPM++ 2M", "dpmpp_2m_sde": "DPM++ 2M SDE", "unipc": "UniPC", "lcm": "LCM"}  # fmt: skip
 SHEETS = "MaxDiff's contact sheet"
+SHEET_FILE = "sheet.png"
 SHEET = 100  # images at most on the contact sheet
 WRITERS = 4  # threads that write PNGs
 
@@ -65,8 +67,8 @@ def _of_run(config: Config, argv: Sequence[str]) -> Config:
     for key, value in vars(saved.model).items():
         if value != trained[key] and (key.endswith("_path") or key in ("revision", "variant", "from_pt")):
             raise ValueError(f"{key}={value!r} is not for a run, whose own weights are drawn with (allowed: without run_name)")
-    if not has_checkpoints(config.run.folder / "checkpoints") and any(argument.startswith("use_ema=") for argument in argv):
-        raise ValueError(f"use_ema is of a checkpoint, and the run {config.run.folder} has none; its pipeline/ is drawn with")
+    if not has_checkpoints(config.run.checkpoints) and any(argument.startswith("use_ema=") for argument in argv):
+        raise ValueError(f"use_ema is of a checkpoint, and the run {config.run.place} has none; its pipeline/ is drawn with")
     # What is said of drawing in the file named here, or on the command line, goes before what the run was trained with.
     said = {key: value for key, value in vars(config.sampling).items() if value != getattr(Sampling(), key)}
     return dataclasses.replace(saved, run=config.run, mesh=config.mesh, sampling=dataclasses.replace(saved.sampling, **said))
@@ -81,7 +83,15 @@ def generate(config: Config, step: int | None = None) -> list[Path]:
     Raises:
         ValueError, OSError: for what is wrong with the configuration, before anything is drawn.
     """
-    started = time.perf_counter()
+    run = config.run
+    if bucket.is_bucket(run.place):
+        bucket.check_writable(run.place)
+    with Mirror(run, ["pipeline"] if run.run_name else []) as mirror:
+        return _generate(config, step, mirror)
+
+
+def _generate(config: Config, step: int | None, mirror: Mirror) -> list[Path]:
+    started, run = time.perf_counter(), config.run
     images = wanted(config.sampling, config.run.seed)
     build.use_cache(config)
     layout = build.layout_of(config)
@@ -89,10 +99,13 @@ def generate(config: Config, step: int | None = None) -> list[Path]:
     networks = {name: part.network for name, part in pipeline.networks()}
     strength = _strength(config, networks, images)
     draw = build.make_draw(config, networks, pipeline.scheduler, strength)
-    folder = config.run.folder / "images" / model if config.run.run_name else Path(config.run.output_dir or ".")
+    where = f"images/{model}" if run.run_name else ""
+    folder = run.folder / where
     folder.mkdir(parents=True, exist_ok=True)
     texts = _texts(config, pipeline, images, model, strength)
-    missing = _missing(folder, images, texts, config.sampling.overwrite)
+    if jax.process_index() == 0:
+        mirror.fetch_files(where, {SHEET_FILE, *(image.file for image in images)})
+    missing = _missing(config, folder, images, texts)
     _tell_cut(pipeline, images)
 
     # One program, for as many images as the devices take at once, and no more than there are.
@@ -115,11 +128,13 @@ def generate(config: Config, step: int | None = None) -> list[Path]:
                 writing.pop(0).result()
         for future in writing:
             future.result()
+    mirror.upload()
     wait_for_all("drawn")
     pace.end("drawn", len(images) - len(missing))
-    paths = [folder / image.file for image in images]
-    _show(folder, paths)
-    return paths
+    if jax.process_index() == 0:
+        mirror.fetch_files(where, {image.file for image in images[:SHEET]})  # what other processes have drawn
+    _show(run, folder, [folder / image.file for image in images])
+    return [run.shown(folder / image.file) for image in images]
 
 
 def load(config: Config, layout: Layout, step: int | None) -> tuple[Pipeline, str]:
@@ -133,12 +148,12 @@ def load(config: Config, layout: Layout, step: int | None) -> tuple[Pipeline, st
         FileNotFoundError, ValueError: if there is nothing of the kind, or it cannot be read.
     """
     run, model = config.run, config.model
-    if run.run_name and has_checkpoints(run.folder / "checkpoints"):
+    if run.run_name and has_checkpoints(run.checkpoints):
         return _of_checkpoint(config, layout, step)
     if run.run_name:
         whole = (run.folder / "pipeline" / "unet" / f"{WEIGHTS['unet']}.safetensors").is_file()
         if step is not None or not whole:
-            raise FileNotFoundError(f"the run {run.folder} has no checkpoint" + ("" if step is None else f" step={step}"))
+            raise FileNotFoundError(f"the run {run.place} has no checkpoint" + ("" if step is None else f" step={step}"))
     elif step is not None:
         raise ValueError(f"step={step} is of a run (run_name and output_dir are required)")
     source = str(run.folder / "pipeline") if run.run_name else model.pretrained_model_name_or_path
@@ -163,10 +178,10 @@ def load(config: Config, layout: Layout, step: int | None) -> tuple[Pipeline, st
 
 def _of_checkpoint(config: Config, layout: Layout, step: int | None) -> tuple[Pipeline, str]:
     if config.model.train_vae:
-        raise ValueError(f"the run {config.run.folder} trains an autoencoder, which draws nothing")
+        raise ValueError(f"the run {config.run.place} trains an autoencoder, which draws nothing")
     if not (config.run.folder / "pipeline").is_dir():
-        raise FileNotFoundError(f"the run {config.run.folder} has lost its pipeline/, which holds what is not trained")
-    with Checkpoints(config.run.folder / "checkpoints", read_only=True) as checkpoints:
+        raise FileNotFoundError(f"the run {config.run.place} has lost its pipeline/, which holds what is not trained")
+    with Checkpoints(config.run.checkpoints, read_only=True) as checkpoints:
         step = checkpoints.steps()[-1] if step is None else step
         task = make_task(config, layout, config.run.folder / "pipeline")
         whole = build.abstract_of(config, layout, task, build.make_adam(config, build.make_rates(config, task)))
@@ -244,7 +259,7 @@ def _fingerprint(path: str) -> str:
     return hashlib.sha256(Path(path).expanduser().read_bytes()).hexdigest()[:16]
 
 
-def _missing(folder: Path, images: Sequence[Wanted], texts: Sequence[Mapping[str, str]], overwrite: bool) -> list[int]:
+def _missing(config: Config, folder: Path, images: Sequence[Wanted], texts: Sequence[Mapping[str, str]]) -> list[int]:
     """Which images are not there yet, made of just this; the first process looks.
 
     Raises:
@@ -258,11 +273,11 @@ def _missing(folder: Path, images: Sequence[Wanted], texts: Sequence[Mapping[str
                 others[i] = [key for key in text if key != "parameters" and found.get(key) != text[key]]
             there[i] = 2 if i in others else found is not None
     there = agreed(there)
-    if (there == 2).any() and not overwrite:
+    if (there == 2).any() and not config.sampling.overwrite:
         i = int(np.flatnonzero(there == 2)[0])
         differ = f" (differs in {', '.join(others[i])})" if i in others else ""
-        raise ValueError(f"{folder / images[i].file} was made in another way{differ}; allowed: another output_dir, or "
-                         "overwrite=true")  # fmt: skip
+        raise ValueError(f"{config.run.shown(folder / images[i].file)} was made in another way{differ}; allowed: another "
+                         "output_dir, or overwrite=true")  # fmt: skip
     return np.flatnonzero(there != 1).tolist()
 
 
@@ -297,20 +312,20 @@ def _own(drawn: jax.Array) -> Iterator[tuple[int, np.ndarray]]:
             yield from enumerate(np.asarray(shard.data), shard.index[0].start or 0)
 
 
-def _show(folder: Path, paths: Sequence[Path]) -> None:
+def _show(run: Run, folder: Path, paths: Sequence[Path]) -> None:
     """Say where they are and, of several, make a contact sheet."""
     if jax.process_index() or len(paths) == 1:
-        say(f"wrote {paths[0]}")
+        say(f"wrote {run.shown(paths[0])}")
         return
     shown = paths[:SHEET]
     images = []
     for path in shown:
         with Image.open(path) as image:
             images.append(np.asarray(image.convert("RGB")))
-    sheet = folder / "sheet.png"
+    sheet = folder / SHEET_FILE
     # One that is not ours is left alone.
     if sheet.exists() and (read_texts(sheet) or {}).get("Software") != SHEETS:
-        say(f"wrote {folder}, without a sheet, as {sheet} is not of these images")
+        say(f"wrote {run.shown(folder)}, without a sheet, as {run.shown(sheet)} is not of these images")
         return
     write_png(sheet, grid(np.stack(images)), {"Software": SHEETS})
-    say(f"wrote {folder}; {len(shown)} of {len(paths)} are on {sheet}")
+    say(f"wrote {run.shown(folder)}; {len(shown)} of {len(paths)} are on {run.shown(sheet)}")

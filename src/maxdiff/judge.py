@@ -63,7 +63,7 @@ def make_judge(config: Config, layout: Layout, task: Task, key: jax.Array) -> Ju
             if jax.process_index() == 0:
                 path = config.run.folder / "samples" / f"step-{step:06d}.png"
                 write_png(path, sheet, {"step": str(step), "prompts": "\n".join(config.sampling.validation_prompts)})
-                print(f"wrote {path}", flush=True)
+                print(f"wrote {config.run.shown(path)}", flush=True)
 
     return judge
 

@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from maxdiff import bucket
 from maxdiff.processes import say
 from maxdiff.weights.tensors import write_json
 
@@ -34,7 +35,7 @@ class RunLock:
     """Holds a run's folder; a context manager, for one use.
 
     Args:
-        folder: of the run. Of a run in several processes only the first holds it.
+        folder: of the run, which may be in a bucket. Of a run in several processes only the first holds it.
 
     Entering it raises:
         ValueError: if another run that lives holds the folder. For a run of another host it takes STALE_SECONDS to know
@@ -51,7 +52,7 @@ class RunLock:
     def __enter__(self) -> "RunLock":
         pid, now = os.getpid(), datetime.datetime.now().astimezone()
         self._record = {"host": socket.gethostname(), "pid": pid, "start_ticks": _start_ticks(pid),
-                        "started": now.isoformat(timespec="seconds"), "beat": 0}  # fmt: skip
+                        "started": now.isoformat(timespec="seconds"), "beat": 0, "nonce": secrets.token_hex(4)}  # fmt: skip
         _take(self._path, self._record)
         self._thread.start()
         return self
@@ -61,7 +62,7 @@ class RunLock:
         self._thread.join()
         with contextlib.suppress(OSError):  # what is left behind will be stale
             if self._other_holder() is None:
-                self._path.unlink(missing_ok=True)
+                _remove(self._path)
 
     def _beat(self) -> None:
         """Give signs of life; whatever happens to the file, the run goes on."""
@@ -72,7 +73,7 @@ class RunLock:
                 if other := self._other_holder():
                     logger.error("TWO RUNS WRITE INTO %s, stop one: its lock is that of %s", self._path.parent, _who(other))
                     return
-                write_json(self._path, self._record)
+                _write(self._path, self._record)
             except OSError as error:
                 if not failed:
                     logger.warning("%s cannot be kept up (%s): runs of other hosts may take it for stale", self._path, error)
@@ -100,15 +101,17 @@ def _take(path: Path, record: dict[str, Any]) -> None:
         _take(claim, record)  # which may be stale too
         try:
             if _read(path) == stale:
-                write_json(path, record)
+                _write(path, record)
                 say(f"{path} was left behind by {_who(_parse(stale))}, which is gone: taken over")
                 return
         finally:
-            claim.unlink(missing_ok=True)
+            _remove(claim)
 
 
 def _create(path: Path, record: dict[str, Any]) -> bool:
     """Write the record to a new file, with all that is in it at once; False if there is one."""
+    if bucket.is_bucket(path):
+        return bucket.create(path, json.dumps(record).encode())
     written = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     write_json(written, record)
     try:
@@ -162,7 +165,23 @@ def _who(holder: dict[str, Any] | None) -> str:
     return f"process {holder['pid']} on {holder['host']} since {holder.get('started', 'an unknown time')}"
 
 
+def _write(path: Path, record: dict[str, Any]) -> None:
+    if bucket.is_bucket(path):
+        bucket.write(path, json.dumps(record).encode())
+    else:
+        write_json(path, record)
+
+
+def _remove(path: Path) -> None:
+    if bucket.is_bucket(path):
+        bucket.remove(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def _read(path: Path) -> bytes | None:
+    if bucket.is_bucket(path):
+        return bucket.read(path)
     try:
         return path.read_bytes()
     except FileNotFoundError:

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from maxdiff import bucket
 from maxdiff.config import Run
 
 # How long a process that ends waits for the others. They wait for the export before, so at a run's end this is no
@@ -167,7 +168,9 @@ def check_shared(folder: Path) -> None:
     if jax.process_index() == 0:
         path.touch()
     wait_for_all("a file is there")
-    seen = multihost_utils.process_allgather(np.array(path.name in os.listdir(folder)))
+    # A network disk may say of one name that it's not there when it was not lately, but not of a whole folder.
+    there = path.exists() if bucket.is_bucket(folder) else path.name in os.listdir(folder)
+    seen = multihost_utils.process_allgather(np.array(there))
     path.unlink(missing_ok=True)
     if not seen.all():
         blind = ", ".join(map(str, np.flatnonzero(~seen)))

@@ -41,7 +41,7 @@ def roll_back(
     why = f"more than max_skipped_steps={safety.max_skipped_steps} updates in a row were skipped"
     if safety.max_loss_spike:
         why += f", or a loss was more than max_loss_spike={safety.max_loss_spike:g} times its mean"
-    what = f"step {spoilt}: {why}, from batch {first} on (its examples are named in {report})"
+    what = f"step {spoilt}: {why}, from batch {first} on (its examples are named in {config.run.shown(report)})"
     if jax.process_index() == 0:
         said = {"step": spoilt, "reason": why, "first_bad_batch": first, "next_batch": drawn,
                 "examples": names(source, plan, range(first, drawn))}  # fmt: skip

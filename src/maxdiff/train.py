@@ -12,7 +12,6 @@ import functools
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import jax
 
@@ -27,15 +26,19 @@ from maxdiff.data.pipeline import prefetch
 from maxdiff.judge import exported, latent_scale, make_judge
 from maxdiff.lock import RunLock
 from maxdiff.loop import Loop
-from maxdiff.metrics import Metrics
+from maxdiff.metrics import METRICS, Metrics
+from maxdiff.mirror import Mirror
 from maxdiff.processes import check_shared, gather, say, start, wait_for_all
-from maxdiff.rollback import roll_back
+from maxdiff.rollback import REPORT, roll_back
 from maxdiff.sharding import Layout
 from maxdiff.state import TrainState, describe
 from maxdiff.stop import Signals
 from maxdiff.task import Task, make_task
 from maxdiff.watch import Watch
 from maxdiff.weights.tensors import write_atomically
+
+# What a run that goes on reads of what it has written, beside its checkpoints.
+WRITTEN = ("config.yml", "data.json", "pipeline", str(METRICS), REPORT)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -60,33 +63,35 @@ def train(config: Config) -> TrainState:
     watch = build.make_watch(config)
     with contextlib.ExitStack() as around:
         around.enter_context(build.make_peers(config, watch))  # the last to be left: it may end the process
-        folder = build.make_folder(config)
-        check_shared(folder)
+        build.make_folder(config)
+        check_shared(config.run.place)
         build.use_cache(config)
         signals = around.enter_context(Signals())
         if jax.process_index() == 0:
-            around.enter_context(RunLock(folder))
+            around.enter_context(RunLock(config.run.place))
+        mirror = around.enter_context(Mirror(config.run, WRITTEN, uploads=jax.process_index() == 0))
         around.enter_context(watch)
         try:
-            return _train(config, folder, signals, watch)
+            return _train(config, mirror, signals, watch)
         except Exception as error:
             if watch.made is not None:  # in training: what is wrong before is told in one line
-                watch.saved(newest_step(folder / "checkpoints"))
+                with contextlib.suppress(OSError):  # what failed may be that
+                    watch.saved(newest_step(config.run.checkpoints))
                 error.add_note(watch.place())
             raise
 
 
-def _train(config: Config, folder: Path, signals: Signals, watch: Watch) -> TrainState:
+def _train(config: Config, mirror: Mirror, signals: Signals, watch: Watch) -> TrainState:
     # Mesh: which devices, and how examples and parameters are split over them.
     layout = build.layout_of(config)
     mesh = layout.mesh
     config, accumulation = build.settle_batch(config, mesh)
     global_batch = config.batch.global_batch_size
     writes = jax.process_index() == 0  # the first of several processes does
-    source = inputs.open_training(config)
+    source, folder = inputs.open_training(config), config.run.folder
 
     # Task: the networks, and the weights of those that are not trained. A run that goes on has them in pipeline/.
-    goes_on = has_checkpoints(folder / "checkpoints")
+    goes_on = has_checkpoints(config.run.checkpoints)
     if goes_on:
         build.check_restart(config)
     task = make_task(config, layout, folder / "pipeline" if goes_on else None)
@@ -112,6 +117,8 @@ def _train(config: Config, folder: Path, signals: Signals, watch: Watch) -> Trai
             write_atomically(folder / "config.yml", [write_config(config).encode()])
             if not goes_on:
                 task.save_frozen(folder / "pipeline")
+            with watch.busy("upload"):
+                mirror.upload()  # no checkpoint without them
 
         if first >= last:
             say(f"nothing is left to train: the run has made {first} of {last} steps")
@@ -174,5 +181,5 @@ def export(
     weights = gather(weights)
     if jax.process_index() == 0:
         task.save_trained(config.run.folder / "pipeline", weights, config.output.export_dtype or config.model.weights_dtype)
-        print(f"wrote {config.run.folder / 'pipeline'}", flush=True)
+        print(f"wrote {config.run.place / 'pipeline'}", flush=True)
     wait_for_all("exported")

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from maxdiff import build, command, inputs
+from maxdiff import bucket, build, command, inputs
 from maxdiff.checkpoint import checksums
 from maxdiff.conditioning import encode_text
 from maxdiff.config import Config
@@ -78,6 +78,9 @@ def settle(config: Config, task: Task, source: Source | EncodedSource) -> tuple[
         ValueError: if what is encoded is not what the configuration asks for, with the reasons.
     """
     if config.data.cache_latents_text_encoder_outputs and not isinstance(source, EncodedSource):
+        if not config.data.encoded_dir and bucket.is_bucket(config.run.output_dir):
+            raise ValueError(f"encoded_dir is required: output_dir={config.run.output_dir!r} is in a bucket, and what is "
+                             "encoded is read from a disk (allowed: a folder that all processes share)")  # fmt: skip
         folder = Path(config.data.encoded_dir) if config.data.encoded_dir else config.run.folder / "encoded"
         encode(config, task, source, folder)
         source = EncodedSource(folder)

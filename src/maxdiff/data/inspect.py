@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
-from maxdiff import build, command, inputs
+from maxdiff import bucket, build, command, inputs
 from maxdiff.config import Config
 from maxdiff.data.encoded import EncodedSource
 from maxdiff.data.examples import BadExample
@@ -53,6 +53,8 @@ def inspect(config: Config, examples: int) -> Iterator[str]:
     Raises:
         ValueError, OSError: for data that training would refuse.
     """
+    if bucket.is_bucket(config.run.output_dir):
+        raise ValueError(f"output_dir={config.run.output_dir!r} is in a bucket (allowed here: a folder)")
     source = inputs.open_training(config)
     if isinstance(source, EncodedSource):
         yield f"{len(source)} examples, encoded in {source.folder}{f' from {source.path}' if source.path else ''}"
