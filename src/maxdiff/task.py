@@ -101,12 +101,13 @@ class Task:
         return dataclasses.replace(self, networks={**self.networks, "vae": scaled})
 
 
-def make_task(config: Config, layout: Layout, stored: Path | None) -> Task:
+def make_task(config: Config, layout: Layout, stored: Path | None, *, abstract: bool = False) -> Task:
     """The task that a configuration asks for.
 
     Args:
         layout: where trained weights lie; frozen ones lie whole on every device.
         stored: the `pipeline/` of a run that goes on, from which its networks come; None for a new run.
+        abstract: constants are jax.ShapeDtypeStructs, and no weights are looked for: to compile for devices that are not there.
 
     Raises:
         FileNotFoundError, ValueError: for what cannot be found or does not fit; no trained weights are read yet.
@@ -126,11 +127,17 @@ def make_task(config: Config, layout: Layout, stored: Path | None) -> Task:
         check_trainable(networks)
     check_resolution(config, networks["vae"])
     # The configuration of a trained network is stored at the start, its weights at the end.
-    origins.check({name: network for name, network in networks.items() if stored is None or name not in trained})
+    if not abstract:
+        origins.check({name: network for name, network in networks.items() if stored is None or name not in trained})
 
     whole = NamedSharding(layout.mesh, PartitionSpec())
     load = functools.partial(origins.load, dtype=jnp.dtype(model.weights_dtype), seed=config.run.seed)
-    frozen = load({name: networks[name] for name in names if name not in trained}, placement=lambda *_: whole)
+    kept = {name: networks[name] for name in names if name not in trained}
+    frozen = (
+        {name: _abstract(network.abstract(jnp.dtype(model.weights_dtype)), whole) for name, network in kept.items()}
+        if abstract
+        else load(kept, placement=lambda *_: whole)
+    )
     scheduler: dict[str, Any] = {}
     if model.train_vae:
         losses = reconstruction_losses(networks["vae"], config.objective.reconstruction_loss, config.objective.kl_weight)
@@ -148,7 +155,7 @@ def make_task(config: Config, layout: Layout, stored: Path | None) -> Task:
         networks=networks,
         trained=trained,
         initial=lambda: load({name: networks[name] for name in trained}, placement=layout.place),
-        constants={"frozen": frozen, **jax.device_put(empty, whole)},
+        constants={"frozen": frozen, **(_abstract(empty, whole) if abstract else jax.device_put(empty, whole))},
         tokenizers=tokenizers,
         losses=losses,
         measures=measures,
@@ -156,6 +163,10 @@ def make_task(config: Config, layout: Layout, stored: Path | None) -> Task:
         scheduler=scheduler,
         index=origins.index(),
     )
+
+
+def _abstract(tree: Any, sharding: NamedSharding) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
 
 
 def _is_trained(model: Model, name: str) -> bool:
@@ -173,7 +184,8 @@ def make_compute(config: Config, layout: Layout) -> Compute:
     return Compute(
         dtype=jnp.dtype(model.activations_dtype),
         precision=jax.lax.Precision[model.precision],
-        attention=kernel(model.attention),
+        # Of the mesh: when compiling ahead of time it is not JAX's default backend.
+        attention=kernel(model.attention, layout.mesh.devices.flat[0].platform),
         remat=REMAT[model.remat],
         **hooks,
     )

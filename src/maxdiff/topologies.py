@@ -1,0 +1,114 @@
+"""TPU slices by name, and what a chip of each generation has.
+
+Figures are per chip, from https://docs.cloud.google.com/tpu/docs/v4, .../v5e, .../v5p, .../v6e and .../tpu7x.
+"""
+
+import dataclasses
+import math
+import re
+from typing import Any
+
+GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """A generation of TPUs.
+
+    Attributes:
+        counted: what the number in a slice's name counts: "chips", or "cores" of which a chip has two.
+        dims: of its topologies, 2 or 3.
+        hbm: bytes of memory of a chip.
+        chip_config: how libtpu is to see a chip, where that is not its default: both cores as one device.
+    """
+
+    counted: str
+    dims: int
+    hbm: int
+    chip_config: str = "default"
+
+
+GENERATIONS = {
+    "v4": Generation("cores", 3, 32 * GIB, "megacore"),
+    "v5e": Generation("chips", 2, 16 * GIB),
+    "v5p": Generation("cores", 3, 95 * GIB),
+    "v6e": Generation("chips", 2, 32 * GIB),
+}
+# How else they are called.
+ALIASES = {"v5litepod": "v5e", "v5lite": "v5e", "v5": "v5p"}
+# Chips -> their shape, for the sizes that are offered.
+PLANE = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
+CUBE = {4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8", 192: "4x4x12", 256: "4x8x8", 384: "4x8x12",
+        512: "8x8x8", 768: "8x8x12", 1024: "8x8x16", 2048: "8x16x16"}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """One or several slices.
+
+    Attributes:
+        generation: its name in GENERATIONS.
+        shape: chips along each axis, as "4x4x4".
+        slices: how many of them, joined by the data centre's network.
+    """
+
+    generation: str
+    shape: str
+    slices: int = 1
+
+    @property
+    def chips(self) -> int:
+        """Of all slices."""
+        return self.slices * math.prod(map(int, self.shape.split("x")))
+
+    @property
+    def of(self) -> Generation:
+        """Its generation."""
+        return GENERATIONS[self.generation]
+
+    def __str__(self) -> str:
+        return f"{self.generation}:{self.shape}" + (f" x {self.slices} slices" if self.slices > 1 else "")
+
+    def devices(self) -> list[Any]:
+        """jax devices of it, which programs can be compiled for and nothing else; needs libtpu, and no TPU.
+
+        Raises:
+            ImportError: without libtpu.
+            ValueError: if libtpu knows no such slice.
+        """
+        try:
+            import libtpu  # noqa: F401  # pyright: ignore[reportMissingImports]
+        except ImportError:
+            raise ImportError("compiling for a TPU needs libtpu: pip install 'maxdiff[tpu]'") from None
+        from jax.experimental import topologies
+
+        try:
+            found = topologies.get_topology_desc(
+                platform="tpu", topology_name=f"{self.generation}:{self.shape}", num_slices=self.slices,
+                chip_config_name=self.of.chip_config,
+            )  # fmt: skip
+        except Exception as error:  # of XLA's and libtpu's kinds
+            raise ValueError(f"topology={self}: libtpu knows no such slice: {str(error).splitlines()[0]}") from None
+        return list(found.devices)
+
+
+def parse(name: str, slices: int = 1) -> Topology:
+    """`v5p:4x4x4`, or a slice by the name that clouds give it: `v5p-128`, `v5litepod-256`, `v6e-256`, `v4-8`.
+
+    Raises:
+        ValueError: for any other name, naming what is allowed.
+    """
+    kind, joint, rest = re.fullmatch(r"([^:-]*)([:-]?)(.*)", name.strip().lower()).groups()  # pyright: ignore[reportOptionalMemberAccess]
+    generation = ALIASES.get(kind, kind)
+    if generation not in GENERATIONS:
+        raise ValueError(f"topology={name!r}: {kind!r} is no TPU (allowed: {', '.join([*GENERATIONS, *ALIASES])}, as v5p:4x4x4 "
+                         "or v5p-128)")  # fmt: skip
+    found = GENERATIONS[generation]
+    if joint == ":" and re.fullmatch(rf"\d+(x\d+){{{found.dims - 1}}}", rest):
+        return Topology(generation, rest, slices)
+    shapes = PLANE if found.dims == 2 else CUBE
+    times = 2 if found.counted == "cores" else 1
+    if joint == "-" and rest.isdigit() and int(rest) / times in shapes:
+        return Topology(generation, shapes[int(rest) // times], slices)
+    sizes = ", ".join(f"{kind}-{times * chips}" for chips in shapes)
+    raise ValueError(f"topology={name!r} is no slice of {generation} (allowed: {kind}:{'x'.join(['N'] * found.dims)}, {sizes})")
