@@ -87,7 +87,7 @@ class Checkpoints:
         )
         # Orbax asks at each save whether a preemption is due, by the save's step. JAX, which agrees with all processes on the
         # number to stop at, takes every question for a step's: by a lower number a process would miss it (see stop.py).
-        self._checkpointer._manager.reached_preemption = lambda _: False
+        cast(Any, self._checkpointer)._manager.reached_preemption = lambda _: False
         self._saving: Any = None
         self._programs: Any = None
         self._sizes: dict[Any, int] = {}
