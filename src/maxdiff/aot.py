@@ -99,7 +99,7 @@ def _batch(config: Config, mesh: Mesh, task: Task) -> tuple[Task, dict[str, Any]
 
 
 def report(step: Step, topology: Topology, level: str) -> dict[str, Any]:
-    """Compile a step; what a chip then holds and sends, and whether it fits. See USAGE's docs/TPU.md for each value."""
+    """Compile a step; what a chip then holds and sends, and whether it fits."""
     started = time.perf_counter()
     mesh, batch = step.mesh, step.config.batch
     found: dict[str, Any] = {
@@ -139,9 +139,9 @@ def _share(leaf: Any) -> int:
 
 def _too_much(message: str) -> dict[str, Any]:
     """What XLA says when a program needs more memory than a chip has."""
-    sizes = {"K": 2**10, "M": 2**20, "G": GIB}
-    match = re.search(r"\(([\d.]+)([KMG])\) exceeds available \w+ \(([\d.]+)([KMG])\)", message)
-    match = match or re.search(r"Used ([\d.]+)([KMG])\w* of ([\d.]+)([KMG])\w* hbm", message)
+    sizes = {"K": 2**10, "M": 2**20, "G": GIB, "T": 2**40}
+    match = re.search(r"\(([\d.]+)([KMGT])\) exceeds available \w+ \(([\d.]+)([KMGT])\)", message)
+    match = match or re.search(r"Used ([\d.]+)([KMGT])\w* of ([\d.]+)([KMGT])\w* hbm", message)
     if not match:
         return {"fits": False, "said": message.splitlines()[0]}
     used, have = (round(float(match[i]) * sizes[match[i + 1]]) for i in (1, 3))
@@ -174,6 +174,9 @@ def describe(found: Mapping[str, Any]) -> list[str]:
 
 def main(argv: Sequence[str]) -> int:
     """The command line; exit status 1 if the step does not fit, 2 for a user's mistake."""
+    if not argv or {"-h", "--help"} & set(argv):
+        print(f"usage: {USAGE}")
+        return 0
     options = {"topology": "", "num_slices": "1", "optimization": "quick"}
     for key in options:
         given = [argument.partition("=")[2] for argument in argv if argument.startswith(f"{key}=")]

@@ -82,10 +82,12 @@ class Topology:
             raise ImportError("compiling for a TPU needs libtpu: pip install 'maxdiff[tpu]'") from None
         from jax.experimental import topologies
 
+        # libtpu takes a host for one of several chips.
+        alone = {"chips_per_host_bounds": (1, 1, 1)} if self.chips == self.slices else {}
         try:
             found = topologies.get_topology_desc(
                 platform="tpu", topology_name=f"{self.generation}:{self.shape}", num_slices=self.slices,
-                chip_config_name=self.of.chip_config,
+                chip_config_name=self.of.chip_config, **alone,
             )  # fmt: skip
         except Exception as error:  # of XLA's and libtpu's kinds
             raise ValueError(f"topology={self}: libtpu knows no such slice: {str(error).splitlines()[0]}") from None

@@ -1,0 +1,132 @@
+"""The training step compiled for TPUs by libtpu, on this CPU; names of slices; collectives read from HLO."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from maxdiff import hlo, topologies
+from maxdiff.aot import WITHOUT_TPU, describe, main
+from maxdiff.topologies import parse
+
+ROOT = Path(__file__).parent.parent
+SMALL = [
+    "unet={sample_size: 8, block_out_channels: [256], layers_per_block: 1, cross_attention_dim: 64, attention_head_dim: 8, "
+    "down_block_types: [CrossAttnDownBlock2D], up_block_types: [CrossAttnUpBlock2D]}",
+    "vae={block_out_channels: [32, 32], layers_per_block: 1, down_block_types: [DownEncoderBlock2D, DownEncoderBlock2D], "
+    "up_block_types: [UpDecoderBlock2D, UpDecoderBlock2D]}",
+    "text_encoder={hidden_size: 64, intermediate_size: 64, num_hidden_layers: 1, num_attention_heads: 2}",
+    "run_name=r", "resolution=64", "per_device_batch_size=4", "cache_latents_text_encoder_outputs=true",
+]  # fmt: skip
+
+
+def aot(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "maxdiff.aot", str(ROOT / "configs" / "base.yml"), *SMALL, *arguments]
+    environment = {**os.environ, **WITHOUT_TPU, "XLA_FLAGS": "", "PYTHONPATH": str(ROOT / "src")}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
+
+
+@pytest.mark.parametrize(("name", "shape", "chips"), [
+    ("v5p:4x4x4", "v5p:4x4x4", 64), ("v5p-128", "v5p:4x4x4", 64), ("v4-8", "v4:2x2x1", 4), ("v5litepod-256", "v5e:16x16", 256),
+    ("v6e-256", "v6e:16x16", 256), ("V5E-16", "v5e:4x4", 16), ("v5p-1024", "v5p:8x8x8", 512),
+])  # fmt: skip
+def test_slices_by_their_names(name: str, shape: str, chips: int):
+    found = parse(name)
+    assert (str(found), found.chips) == (shape, chips)
+    assert parse(name, 2).chips == 2 * chips
+
+
+@pytest.mark.parametrize(("name", "message"), [
+    ("", "topology='': '' is no TPU"), ("h100", "'h100' is no TPU \\(allowed: v4, v5e, v5p, v6e"),
+    ("v5e-7", "is no slice of v5e \\(allowed: v5e:NxN, v5e-1, v5e-4"), ("v5p:4x4", "allowed: v5p:NxNxN, v5p-8, "),
+    ("v5p-9", "is no slice of v5p"),
+])  # fmt: skip
+def test_other_names_are_errors(name: str, message: str):
+    with pytest.raises(ValueError, match=message):
+        parse(name)
+
+
+HLO = """
+HloModule jit_step
+
+%body.1 (p.1: f32[8]) -> f32[8] {
+  %all-reduce.1 = f32[8]{0} all-reduce(%x), replica_groups={{0,1},{2,3}}, to_apply=%sum.1
+}
+
+%all-reduce-scatter.5 (p.2: f32[8]) -> f32[2] {
+  %all-reduce.9 = f32[8]{0} all-reduce(%p.2), replica_groups=[1,4]<=[4], to_apply=%sum.1
+}
+
+ENTRY %main.7 (a: f32[8]) -> f32[8] {
+  %w = f32[8]{0} while(%a), condition=%c.1, body=%body.1, backend_config={"known_trip_count":{"n":"3"}}
+  %g.1 = (bf16[2]{0}, bf16[8]{0}) all-gather-start(%a), replica_groups=[1,4]<=[2,2]T(1,0), dimensions={0}
+  %g.2 = bf16[8]{0} all-gather-done(%g.1)
+  %f.1 = f32[2]{0} fusion(%a), kind=kCustom, calls=%all-reduce-scatter.5
+  %s.1 = (f32[2,8]{1,0}, u32[], token[]) send(%b, %t), frontend_attributes={_xla_megascale_target="{1,2}x{0:3}",_xla_megascale_transfer_type="ALL_REDUCE"}
+  ROOT %p.9 = f32[4]{0} collective-permute(%a), source_target_pairs={{0,2},{2,0}}
+}
+"""
+
+
+def test_collectives_are_read_from_hlo():
+    """Bytes by hand: what a device sends in a ring."""
+    found = hlo.totals(hlo.collectives(HLO, slice_of=lambda device: device // 2))
+    assert found == {
+        "dcn all-gather": {"count": 1, "bytes": 8 * 2 * 3 / 4},
+        "dcn all-reduce": {"count": 1, "bytes": 16 * 4},
+        "dcn collective-permute": {"count": 1, "bytes": 16},
+        "dcn reduce-scatter": {"count": 1, "bytes": 2 * 4 * 3},
+        "ici all-reduce": {"count": 3, "bytes": 3 * 32},
+    }
+    assert hlo.totals(hlo.collectives(HLO))["ici all-gather"] == {"count": 1, "bytes": 12}
+
+
+def test_a_step_for_a_slice_fits_and_sends_what_fsdp_needs():
+    done = aot("topology=v5e-4", "ici_fsdp_parallelism=4", "--json")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    found: dict[str, Any] = json.loads(done.stdout)
+    assert found["fits"]
+    assert (found["chips"], found["mesh"], found["global_batch"]) == (4, {"data": 1, "fsdp": 4, "tensor": 1}, 16)
+    assert {name.split()[0] for name in found["collectives"]} == {"ici"}
+    assert {name.split()[1] for name in found["collectives"]} == {"all-gather", "reduce-scatter", "all-reduce"}
+    # What the step is called with is the state, the batch, and of the constants the texts of the empty caption alone.
+    state = sum(found["bytes"][name] for name in ("parameters", "average", "moments", "batch"))
+    assert found["bytes"]["arguments"] == pytest.approx(state, rel=0.01)
+    assert found["bytes"]["peak"] > found["bytes"]["arguments"]
+    assert any(line.startswith("it FITS: ") for line in describe(found))
+
+
+def test_a_step_that_does_not_fit_says_by_how_much():
+    done = aot("topology=v5e-1", "per_device_batch_size=4096", "resolution=512", "ici_data_parallelism=1")
+    assert done.returncode == 1, done.stderr
+    assert "it does NOT fit: " in done.stdout
+    assert " GiB more than the 15.75 GiB there are" in done.stdout
+
+
+@pytest.mark.parametrize(("argument", "message"), [
+    ("topology=v5e-9", "topology='v5e-9' is no slice of v5e"),
+    ("num_slices=0", "num_slices='0' is not supported (allowed: 1 or more)"),
+    ("optimization=best", "optimization='best' is not supported (allowed: quick, full)"),
+    ("unet_size=3", "unet_size"),
+    ("ici_fsdp_parallelism=3", "the product must be the number of 4 devices in a slice"),
+])  # fmt: skip
+def test_mistakes_are_told_in_a_line(argument: str, message: str):
+    done = aot("topology=v5e-4", argument)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_help_is_one_line(capsys: pytest.CaptureFixture):
+    assert main(["--help"]) == 0
+    assert capsys.readouterr().out.startswith("usage: python -m maxdiff.aot CONFIG.yml topology=NAME ")
+
+
+def test_every_generation_says_what_it_has():
+    for name in topologies.GENERATIONS:
+        assert parse(f"{name}-8").of.hbm >= 16 * topologies.GIB
