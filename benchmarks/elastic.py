@@ -2,10 +2,11 @@
 
     python benchmarks/elastic.py
 
-One process makes all steps; another run makes them on two processes, then four, then one, stopped in between by SIGTERM to
-a single process. Both have the same global batch. Prints a JSON line a start, and one for all: the greatest difference of
-any step's loss, relative, and whether every step had the same examples, timesteps and noise (`maxdiff.audit` of both runs;
-each checkpoint says itself how many batches were drawn). Exit status 1 if a loss differs by more than 1e-5.
+One process makes all steps; another run makes them on two processes, then four, then one, interrupted in between: by SIGTERM
+to a single process, which all save for; by SIGKILL to one of two, whom the other names and ends. Both have the same global
+batch. Prints a JSON line a start, and one for all: the greatest difference of any step's loss, relative, and whether every
+step had the same examples, timesteps and noise (`maxdiff.audit` of both runs; each checkpoint says itself how many batches
+were drawn). Exit status 1 if a loss differs by more than 1e-5.
 """
 
 import json
@@ -17,6 +18,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from crashes import ROOT, command  # beside this file
 from together import free_port
@@ -24,40 +26,56 @@ from together import free_port
 from maxdiff import audit
 from maxdiff.config import load_config
 from maxdiff.metrics import read_metrics
+from maxdiff.peers import LOST
 from maxdiff.stop import STOPPED
 
-STEPS, TOLERANCE = 60, 1e-5
+STEPS, TOLERANCE, LOST_SECONDS = 60, 1e-5, 10
+# Processes, which of them gets which signal after three steps, and the statuses that they end with.
+INTERRUPTED = [
+    (2, 1, signal.SIGTERM, [STOPPED, STOPPED]),
+    (2, 1, signal.SIGKILL, [LOST, -signal.SIGKILL]),
+    (2, 0, signal.SIGKILL, [-signal.SIGKILL, -signal.SIGABRT]),
+    (4, 3, signal.SIGTERM, [STOPPED] * 4),
+]
 
 
-def start(output: Path, cache: Path, processes: int, stop_after: int | None) -> dict:
-    """One start on so many processes; with `stop_after` the last of them gets SIGTERM after so many steps of this start."""
+def start(
+    output: Path, cache: Path, processes: int, who: int = 0, number: int | None = None, wanted: Any = None
+) -> dict[str, Any]:
+    """One start on so many processes, one of which gets a signal, if any is given, after three steps."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT / "src"), "XLA_FLAGS": ""}
     # Adam divides by the gradient's size: where that is but rounding, other devices would make other steps.
-    keys = ["global_batch_size=8", f"max_train_steps={STEPS}", "checkpoint_every=-1", "adam_eps=1e-4"]
-    address = f"coordinator_address=localhost:{free_port()}"
-    began, running = time.perf_counter(), []
-    for number in range(processes):
-        several = [address, f"num_processes={processes}", f"process_id={number}", "skip_jax_distributed_system=false"]
-        running.append(subprocess.Popen([*command(output, cache), *keys, *(several if processes > 1 else [])], env=environment,
-                                        text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT))  # fmt: skip
-    lines, made = [], 0
-    assert running[0].stdout is not None
-    for line in running[0].stdout:
-        lines.append(line.rstrip())
-        made += bool(re.match(r"step \d+/", line))
-        if made == stop_after:
-            running[-1].send_signal(signal.SIGTERM)
-            made += 1  # once
-    statuses = [process.wait(300) for process in running]
-    for process in running:
-        assert process.stdout is not None
-        process.stdout.close()
-    wanted = STOPPED if stop_after else 0
-    if set(statuses) != {wanted}:
-        raise RuntimeError(f"{processes} processes ended with {statuses}, not {wanted}:\n" + "\n".join(lines[-30:]))
-    steps = [int(match[1]) for line in lines if (match := re.match(r"step (\d+)/", line))]
-    return {"processes": processes, "first_step": steps[0], "last_step": steps[-1], "statuses": statuses,
-            "seconds": round(time.perf_counter() - began, 1)}  # fmt: skip
+    keys = ["global_batch_size=8", f"max_train_steps={STEPS}", "checkpoint_every=16", "adam_eps=1e-4",
+            f"lost_process_seconds={LOST_SECONDS}"]  # fmt: skip
+    address, running = f"coordinator_address=localhost:{free_port()}", []
+    began, sent = time.perf_counter(), 0.0
+    for process in range(processes):
+        several = [address, f"num_processes={processes}", f"process_id={process}", "skip_jax_distributed_system=false"]
+        said = (output.parent / f"said-{process}").open("w+")
+        running.append((subprocess.Popen([*command(output, cache), *keys, *(several if processes > 1 else [])], env=environment,
+                                         stdout=said, stderr=subprocess.STDOUT), said))  # fmt: skip
+    steps = lambda: re.findall(r"^step (\d+)/", Path(running[0][1].name).read_text(), re.MULTILINE)
+    while number and len(steps()) < 3 and running[0][0].poll() is None:
+        time.sleep(0.05)
+    if number:
+        running[who][0].send_signal(number)
+        sent = time.perf_counter()
+    statuses = [process.wait(300) for process, _ in running]
+    ended = time.perf_counter()
+    texts = [Path(said.name).read_text() for _, said in running]
+    for _, said in running:
+        said.close()
+    if statuses != (wanted or [0] * processes):
+        raise RuntimeError(
+            f"{processes} processes ended with {statuses}, not {wanted}:\n" + "\n".join(t[-2000:] for t in texts)
+        )
+    made = re.findall(r"^step (\d+)/", texts[0], re.MULTILINE)
+    interrupted = {"signal": signal.Signals(number).name, "to": who} if number else {}
+    found = {"processes": processes, **interrupted, "first_step": int(made[0]), "last_step": int(made[-1]),
+             "statuses": statuses, "seconds": round(ended - began, 1)}  # fmt: skip
+    if number == signal.SIGKILL:
+        found |= {"ended_after_s": round(ended - sent, 1), "last_words": texts[1 - who].splitlines()[-2:]}
+    return found
 
 
 def losses(output: Path) -> dict[int, float]:
@@ -70,9 +88,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         whole, split = folder / "whole", folder / "split"
-        print(json.dumps({"run": "whole", **start(whole, folder / "cache", 1, None)}), flush=True)
-        for processes, stop_after in ((2, 3), (4, 3), (1, None)):
-            print(json.dumps({"run": "split", **start(split, folder / "cache", processes, stop_after)}), flush=True)
+        print(json.dumps({"run": "whole", **start(whole, folder / "cache", 1)}), flush=True)
+        for stage in INTERRUPTED:
+            print(json.dumps({"run": "split", **start(split, folder / "cache", *stage)}), flush=True)
+        print(json.dumps({"run": "split", **start(split, folder / "cache", 1)}), flush=True)
         expected, found = losses(whole), losses(split)
         difference = max(abs(found[step] / expected[step] - 1) for step in expected)
         audits = lambda output: [
