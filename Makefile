@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 .PHONY: test demo lint clean
 
 test: $(VENV)/installed
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 demo: $(VENV)/base
 	JAX_PLATFORMS=cpu $(BIN)/python train.py configs/emoji.yml run_name=demo output_dir=runs

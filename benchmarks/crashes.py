@@ -13,6 +13,7 @@ from the newest checkpoint that was whole when the run was killed.
 
 import argparse
 import collections
+import functools
 import hashlib
 import json
 import os
@@ -24,7 +25,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,10 +58,11 @@ def command(output: Path, cache: Path) -> list[str]:
 
 
 class Start:
-    """One start of a run, with other keys and XLA's flags if any are given, whose lines are watched."""
+    """One start of a run, with other keys if any are given, on devices that share the cores; its lines are watched."""
 
-    def __init__(self, output: Path, cache: Path, overrides: Sequence[str] = (), flags: str = ""):
+    def __init__(self, output: Path, cache: Path, overrides: Sequence[str] = (), devices: int = 1):
         path = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
+        flags = f"--xla_force_host_platform_device_count={devices}"
         environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path,
                        "XLA_FLAGS": flags, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1"}  # fmt: skip
         self.lines: list[str] = []
@@ -108,12 +110,12 @@ def fingerprint(output: Path) -> dict[str, Any]:
     return arrays | hashes
 
 
-def killed_run(output: Path, cache: Path, kills: int, draw: random.Random, start_up: float) -> dict[str, Any]:
+def killed_run(begin: Callable[[], Start], output: Path, kills: int, draw: random.Random, start_up: float) -> dict[str, Any]:
     """A run killed so often and started again until it ends: what happened."""
     phases: collections.Counter[str] = collections.Counter()
     starts, lost, expected = 0, [], None
     while True:
-        start = Start(output, cache)
+        start = begin()
         starts += 1
         ended = sum(phases.values()) >= kills or not kill(start, phases, draw, start_up, kills)
         if ended and (status := start.end()):
@@ -170,7 +172,7 @@ def campaign(folder: Path, kills: int, a_run: int, seed: int) -> dict[str, Any]:
     runs, differ, lost, starts = 0, 0, 0, 0
     while (left := kills - sum(total.values())) > 0:
         output = folder / f"run-{runs}"
-        found = killed_run(output, cache, min(left, a_run), draw, start_up)
+        found = killed_run(functools.partial(Start, output, cache), output, min(left, a_run), draw, start_up)
         got = fingerprint(output)
         different = sorted(name for name in {*expected, *got} if expected.get(name) != got.get(name))
         print(json.dumps({"run": runs, **found, "different": different[:8]}), flush=True)

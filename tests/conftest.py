@@ -6,6 +6,9 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 # Eight devices on fewer cores wait for each other's threads otherwise.
 os.environ.setdefault("PJRT_NPROC", "16")
+# Most of the tests' time is LLVM's, for programs that run for less than they were compiled. Processes that tests start
+# inherit it: what is compared bit for bit is compiled alike.
+os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 
@@ -72,6 +75,17 @@ def make_pipeline(kind: str, scratch: Path) -> Any:
     return cls(**parts, safety_checker=None, feature_extractor=None, requires_safety_checker=False)
 
 
+# With several workers these come first, the longest before the others: none of them is left for one worker at the end.
+LONGEST = ("test_processes.py", "test_crashes.py", "test_runs.py", "test_gradients.py", "test_generate.py", "test_buckets.py",
+           "test_encode.py", "test_health.py", "test_step.py", "test_keys.py", "test_parity.py", "test_attention.py",
+           "test_benchmark_train_step.py", "test_sharded_update.py", "test_draw.py", "test_batches.py")  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]):
+    rank = {name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
+
+
 @pytest.fixture(scope="session")
 def diffusers_pipelines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Path]]:
     """kind -> (diffusers' pipeline, the folder that it wrote)."""
@@ -92,21 +106,20 @@ def folders(diffusers_pipelines: dict[str, tuple[Any, Path]]) -> dict[str, Path]
 
 @pytest.fixture(scope="session")
 def one_level(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A diffusers folder like SD1's whose UNet has one level, which compiles in half the time."""
+    """A diffusers folder like SD1's whose UNet has one level, and attention in its middle, which compiles in a third of the time."""
     import diffusers
 
     folder = tmp_path_factory.mktemp("one_level") / "pipeline"
     shutil.copytree(folders["sd1"], folder)
-    levels = {"block_out_channels": (32,), "down_block_types": (CROSS_DOWN,), "up_block_types": (CROSS_UP,)}
+    levels = {"block_out_channels": (32,), "down_block_types": (DOWN,), "up_block_types": (UP,)}
     diffusers.UNet2DConditionModel(**{**UNETS["sd1"], **levels}).save_pretrained(folder / "unet")
     return folder
 
 
-@pytest.fixture
-def compiled_once(tmp_path_factory):
-    """Programs compiled by one test serve the others."""
+@pytest.fixture(scope="session", autouse=True)
+def _compiled_once(tmp_path_factory: pytest.TempPathFactory):
+    """Programs compiled by one test serve the others, of every worker."""
     mine = tmp_path_factory.getbasetemp()
     everyones = mine.parent if "PYTEST_XDIST_WORKER" in os.environ else mine
     jax.config.update("jax_compilation_cache_dir", str(everyones / "compiled"))
-    yield
-    jax.config.update("jax_compilation_cache_dir", None)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)

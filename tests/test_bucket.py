@@ -102,7 +102,7 @@ def folder(emulator: Emulator, request: pytest.FixtureRequest) -> Path:
 def start_of(output: Path, cache: Path) -> Start:
     """A start of a small autoencoder's training, soon compiled."""
     keys = ["train_vae=true", f"vae={VAE}", "unet={}", "text_encoder={}", "data_workers=0", f"max_train_steps={STEPS}"]
-    return Start(output, cache, keys, "--xla_backend_optimization_level=0")
+    return Start(output, cache, keys)
 
 
 def names(folder: Path) -> set[str]:

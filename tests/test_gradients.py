@@ -17,7 +17,7 @@ from maxdiff.sharding import Layout, make_mesh
 from tests.test_sharding import AXES, MAXDIFFUSION_RULES
 from tests.tiny import tiny, tiny_batch, tiny_losses, tiny_params
 
-CONFIG = {**parity.SMALL, "block_out_channels": (32,), "down_block_types": (parity.CROSS_DOWN,), "up_block_types": (parity.CROSS_UP,),
+CONFIG = {**parity.SMALL, "block_out_channels": (32,), "down_block_types": (parity.DOWN,), "up_block_types": (parity.UP,),
           "attention_head_dim": 4}  # fmt: skip
 RULES = [*MAXDIFFUSION_RULES, ["mlp", "tensor"]]
 EXAMPLES = 16

@@ -22,7 +22,9 @@ from maxdiff.train import train
 from tests.test_keys import write_tar
 from tests.test_runs import scratch
 
-EXAMPLES, BATCH = 48, 8
+EXAMPLES, BATCH = 72, 8
+# Batches of the first epoch with an infinite example: one alone, and two in a row.
+BAD = (1, 4, 5)
 
 
 def after(losses: list[float], guard: Guard) -> Health:
@@ -59,21 +61,21 @@ def configuration(data: Path, output: Path, *overrides: str) -> Config:
 
 
 @pytest.fixture(scope="module")
-def spoilt(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, int]:
-    """Encoded data of which one example is infinite; its name, and the batch of the first epoch that it is in."""
+def spoilt(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """Encoded data of which some examples are infinite, and the names of these."""
     folder = tmp_path_factory.mktemp("spoilt")
     write_tar(folder / "one.tar", np.random.default_rng(0), EXAMPLES)
     config = configuration(folder / "one.tar", folder)
     task = make_task(config, build.layout_of(config), None)
     encoding.encode(config, task, inputs.open_examples(config, "train_data_dir"), folder / "e")
-    batch, order = 3, example_index(config.run.seed, EXAMPLES, np.arange(EXAMPLES))[1]
-    bad = int(order[batch * BATCH + 2])
+    order = example_index(config.run.seed, EXAMPLES, np.arange(EXAMPLES))[1]
+    bad = [int(order[batch * BATCH + 2]) for batch in BAD]
     source = EncodedSource(folder / "e")
     rows = [source[i] for i in range(EXAMPLES)]
     arrays = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
     arrays["mean"][bad] = np.inf
     write_shard(folder / "e", 0, arrays, [source.names(i) for i in range(EXAMPLES)])
-    return folder / "e", source.names(bad)[0], batch
+    return folder / "e", [source.names(i)[0] for i in bad]
 
 
 def last_health(folder: Path) -> dict[str, int]:
@@ -87,55 +89,48 @@ def last_health(folder: Path) -> dict[str, int]:
     return {name.removeprefix("health."): int(value) for name, value in found.items()} | {"step": step}
 
 
-@pytest.mark.usefixtures("compiled_once")
-def test_a_batch_that_is_not_finite(spoilt: tuple[Path, str, int], tmp_path: Path, capsys: pytest.CaptureFixture,
-                                    caplog: pytest.LogCaptureFixture):  # fmt: skip
-    data, name, batch = spoilt
-    # Skipped: everything but step and batch stays as it was, and training goes on.
-    state = train(configuration(data, tmp_path / "skipped", "max_train_steps=5"))
-    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((state.params, state.ema)))
-    assert last_health(tmp_path / "skipped") == {
-        "step": 5,
-        "batch": 5,
-        "skipped": 1,
-        "in_a_row": 0,
-        "bad_batch": -1,
-        "rollbacks": 0,
-    }
-    records = {record["step"]: record for record in read_metrics(tmp_path / "skipped" / "r") if "loss" in record}
-    assert [record.get("skipped_steps", 0) for record in records.values()] == [0, 0, 0, 1, 1]
-    assert not np.isfinite(records[batch + 1]["loss"])
+def logged(folder: Path) -> list[dict]:
+    """The records of steps."""
+    return [record for record in read_metrics(folder / "r") if "loss" in record]
 
-    # Gone back on: the steps after the last checkpoint are made of the batches after the bad one.
-    capsys.readouterr()
-    train(configuration(data, tmp_path / "back", "max_train_steps=5", "max_skipped_steps=0"))
+
+def test_a_batch_that_is_not_finite(spoilt: tuple[Path, list[str]], tmp_path: Path, capsys: pytest.CaptureFixture):
+    data, names = spoilt
+    keys = ("max_train_steps=6", "max_skipped_steps=1")
+    # The first is skipped, and training goes on; of the next two in a row it goes back: the steps after the last
+    # checkpoint are made of the batches after them.
+    state = train(configuration(data, tmp_path / "back", *keys))
     said = capsys.readouterr().out
-    assert f"from batch {batch} on (its examples are named in {tmp_path / 'back' / 'r' / 'rollbacks.jsonl'})" in said
-    assert f"going back to step {batch}, and on with batch {batch + 1}, for the 1. time of 3" in said
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((state.params, state.ema)))
+    assert f"from batch 4 on (its examples are named in {tmp_path / 'back' / 'r' / 'rollbacks.jsonl'})" in said
+    assert "going back to step 3, and on with batch 6, for the 1. time of 3" in said
     assert last_health(tmp_path / "back") == {
-        "step": 5,
-        "batch": 6,
-        "skipped": 0,
+        "step": 6,
+        "batch": 9,
+        "skipped": 1,
         "in_a_row": 0,
         "bad_batch": -1,
         "rollbacks": 1,
     }
     (report,) = [json.loads(line) for line in (tmp_path / "back" / "r" / "rollbacks.jsonl").read_text().splitlines()]
-    assert (report["step"], report["first_bad_batch"], report["next_batch"]) == (batch + 1, batch, batch + 1)
-    assert name in report["examples"]
-    assert len(report["examples"]) == BATCH
-    losses = [record["loss"] for record in read_metrics(tmp_path / "back" / "r") if "loss" in record]
-    assert len(losses) == 5
-    assert np.isfinite(losses).all()
-    # An audit knows that step 5 was made of the sixth batch.
+    assert (report["step"], report["first_bad_batch"], report["next_batch"]) == (6, 4, 6)
+    assert {*names[1:]} <= {*report["examples"]}
+    assert names[0] not in report["examples"]
+    assert len(report["examples"]) == 2 * BATCH
+    records = logged(tmp_path / "back")
+    assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6]
+    assert [record.get("skipped_steps", 0) for record in records] == [0, 1, 1, 1, 1, 1]
+    losses = [record["loss"] for record in records]
+    assert [bool(finite) for finite in np.isfinite(losses)] == [True, False, True, True, True, True]
+    # An audit knows that step 5 was made of the eighth batch.
     rows = list(audit.audit(load_config(tmp_path / "back" / "r" / "config.yml"), 5))[2:]
-    assert [int(row.split("\t")[0]) for row in rows] == list(range(5 * BATCH, 6 * BATCH))
-    # Up to there it is the other run, bit for bit.
-    assert losses[:batch] == [record["loss"] for record in records.values()][:batch]
+    assert [int(row.split("\t")[0]) for row in rows] == list(range(7 * BATCH, 8 * BATCH))
 
     # The limit: the error says where, and the checkpoint before it is whole.
     with pytest.raises(ValueError, match="the run ends, as max_rollbacks=0 is reached") as caught:
-        train(configuration(data, tmp_path / "limit", "max_train_steps=5", "max_skipped_steps=0", "max_rollbacks=0"))
-    assert f"after step {batch + 1} on host " in caught.value.__notes__[0]
-    assert caught.value.__notes__[0].endswith(f"the last checkpoint is of step {batch}")
-    assert last_health(tmp_path / "limit")["step"] == batch
+        train(configuration(data, tmp_path / "limit", *keys, "max_rollbacks=0"))
+    assert "after step 6 on host " in caught.value.__notes__[0]
+    assert caught.value.__notes__[0].endswith("the last checkpoint is of step 3")
+    assert last_health(tmp_path / "limit")["step"] == 3
+    # Up to there it is the other run, bit for bit.
+    np.testing.assert_array_equal(losses[:3], [record["loss"] for record in logged(tmp_path / "limit")][:3], strict=True)

@@ -104,13 +104,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def runs(files: Path) -> dict[str, Path]:
     """The folder of each of RUNS."""
-    jax.config.update("jax_compilation_cache_dir", str(files / "compiled"))
-    shortest = jax.config.jax_persistent_cache_min_compile_time_secs
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     for name, keys in RUNS.items():
         train(configuration(files, run_name=name, **TRAINED, **keys))
-    jax.config.update("jax_compilation_cache_dir", None)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", shortest)
     return {name: files / "runs" / name for name in RUNS}
 
 

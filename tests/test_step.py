@@ -99,9 +99,10 @@ def test_a_small_model_overfits_eight_images_and_its_average_follows(alone: Run,
         lambda params, constants, batch: losses(params, {**constants, "key": fixed}, batch), alone.mesh, specs, 1
     )
     optimizer = make_optimizer("adamw", learning_rate_schedule("cosine", 5e-3, 10, OVERFIT_STEPS))
-    step = jax.jit(make_train_step(gradients, optimizer, Ema(0.9)), donate_argnums=0)
+    whole = NamedSharding(alone.mesh, P())  # before the first step as after it, for which it would be compiled again
+    step = jax.jit(make_train_step(gradients, optimizer, Ema(0.9)), donate_argnums=0, out_shardings=(whole, None))
     batch, start = alone.batch(0), jax.tree.map(jnp.copy, alone.fresh().params)
-    state = make_state(jax.tree.map(jnp.copy, start), optimizer, use_ema=True)
+    state = jax.device_put(make_state(jax.tree.map(jnp.copy, start), optimizer, use_ema=True), whole)
     for number in range(OVERFIT_STEPS):
         state, metrics = step(state, alone.constants, batch, alone.key)
         if number == 0:

@@ -338,6 +338,7 @@ def checksums(leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
     return {name: _checksum(leaf) for name, leaf in leaves.items()}
 
 
+@jax.jit  # traced once for all leaves of a shape: a state has thousands
 def _checksum(x: jax.Array) -> jax.Array:
     if x.dtype == jnp.bool_:
         x = x.astype(jnp.uint8)

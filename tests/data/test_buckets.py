@@ -21,7 +21,6 @@ from maxdiff.train import train
 from tests.data.test_sources import image, write_tar
 from tests.test_keys import BLOCK
 
-pytestmark = pytest.mark.usefixtures("compiled_once")
 ROOT = Path(__file__).parent.parent.parent
 
 

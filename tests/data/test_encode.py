@@ -18,7 +18,6 @@ from maxdiff.train import train
 from tests.test_keys import write_tar
 from tests.test_runs import TINY_TEXT, TINY_UNET, TINY_VAE
 
-pytestmark = pytest.mark.usefixtures("compiled_once")
 ROOT = Path(__file__).parent.parent.parent
 EXAMPLES = 40
 
