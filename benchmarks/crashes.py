@@ -4,8 +4,8 @@
 
 One run is made without interruption. Others are killed up to `--a-run` times each, until there were `--kills`, by SIGKILL at a
 random moment of a phase drawn at random: in start-up, in a step, in a save, in the export; each is started again by the same
-command until it ends. A fifth of those in steps and saves is SIGTERM, which must save, and end with status 75. Then every
-array of the last checkpoint and every file of pipeline/ must be bit for bit those of the run without interruption.
+command until it ends. A fifth of those before the export is SIGTERM, which must save what there is, and end with status 75.
+Then every array of the last checkpoint and every file of pipeline/ must be bit for bit those of the run without interruption.
 
 Prints a JSON line a run, and one for all: kills by phase, starts, what differs, and what was lost: each start must go on
 from the newest checkpoint that was whole when the run was killed.
@@ -138,7 +138,7 @@ def kill(start: Start, phases: collections.Counter[str], draw: random.Random, st
         return False
     else:
         time.sleep(draw.uniform(0, LENGTHS[phase]))
-    number = signal.SIGTERM if phase in ("step", "save") and draw.random() < 0.2 else signal.SIGKILL
+    number = signal.SIGTERM if phase != "export" and draw.random() < 0.2 else signal.SIGKILL
     status = start.end(number)
     if status == 0:
         return False

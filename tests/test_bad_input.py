@@ -73,7 +73,7 @@ def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], argv: list[str])
         ("train_data_dir=", "train_data_dir is required"),
         ("learning_rat=1", "the command line: there is no key 'learning_rat'; did you mean 'learning_rate'?"),
         ("learning_rate=fast", "learning_rate='fast' has the wrong type (allowed: float)"),
-        ("output_dir=gs://bucket/runs", "output_dir='gs://bucket/runs' is no folder (allowed: a path; buckets are not supported yet)"),
+        ("output_dir=s3://bucket/runs", "output_dir='s3://bucket/runs' is no place for a run (allowed: a folder, or gs://BUCKET/PATH)"),
         ("logical_axis_rules=[[embed, 5]]", "logical_axis_rules: ['embed', 5] is not a pair [name, mesh axis or axes]"),
         ("logical_axis_rules=[5]", "logical_axis_rules: 5 is not a pair [name, mesh axis or axes]"),
         ("checkpoint_every=-5", "checkpoint_every=-5 is out of range (allowed: 1 or more, or -1)"),

@@ -1,3 +1,5 @@
+import contextlib
+import errno
 import os
 import shutil
 import signal
@@ -5,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +23,7 @@ from maxdiff.checkpoint_command import main
 from maxdiff.config import Config, Run
 from maxdiff.loop import Loop
 from maxdiff.sharding import make_mesh
+from maxdiff.stop import Signals, Stopped
 from maxdiff.watch import Watch
 
 AXES = ("data", "fsdp")
@@ -262,6 +266,54 @@ def small_disk(tmp_path: Path):
     subprocess.run(["umount", "-l", folder], check=True)
 
 
+@pytest.mark.parametrize("error", [
+    RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 17.74GiB"), OSError(errno.ESTALE, "Stale file handle"),
+    MemoryError(),
+])  # fmt: skip
+def test_what_is_no_damage_sets_nothing_aside(error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    state = {"x": jnp.arange(4.0)}
+    with Checkpoints(tmp_path / "c") as checkpoints:
+        checkpoints.save(1, state)
+        checkpoints.wait()
+
+        def fails(*_: Any):
+            raise ValueError("Orbax's") from error
+
+        with monkeypatch.context() as patched:
+            patched.setattr(checkpoints._checkpointer, "load", fails)
+            with pytest.raises(ValueError, match="Orbax's"):
+                restore_latest(checkpoints, abstract(state))
+        assert checkpoints.steps() == [1]
+        assert_equal(restore_latest(checkpoints, abstract(state))[1], state)
+
+
+def test_what_is_only_read_is_not_made(tmp_path: Path, capsys: pytest.CaptureFixture):
+    for command in ("list", "verify"):
+        assert main([command, str(tmp_path / "nowhere")]) == 2
+        assert f"there is no folder {tmp_path / 'nowhere' / 'checkpoints'}" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_signal_does_not_break_into_a_checkpoint_that_is_read():
+    """Orbax would take it for damage."""
+    reached = []
+
+    def hears(*around: Any):
+        with contextlib.ExitStack() as stack:
+            for one in around:
+                stack.enter_context(one)
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.05)
+            reached.append(True)
+
+    with Signals() as signals, pytest.raises(Stopped, match="SIGTERM: stopped before the first step"):
+        hears(signals.held())
+    assert reached == [True]
+    with Signals(), pytest.raises(Stopped, match="SIGTERM: stopped before the first step"):
+        hears()
+    assert reached == [True]
+
+
 def test_orbax_asks_jax_for_no_preemption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Its questions, of other numbers than the loop's, would make the loop miss the step that all agreed on."""
     asked = []
@@ -335,7 +387,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture):
     for arguments, message in (
         (["list"], "which run?"),
         (["lost", str(tmp_path)], "'lost' is not one of list, verify, export"),
-        (["list", str(tmp_path / "other")], "has no checkpoint"),
+        (["list", str(tmp_path / "other")], "there is no folder "),
         (["verify", str(tmp_path / "r"), "step=3"], "has no checkpoint of step 3 (there are: 2, 4)"),
         (["export", str(tmp_path / "r")], "there is no configuration"),
     ):

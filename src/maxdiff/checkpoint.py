@@ -11,6 +11,7 @@ which does not depend on how the leaf is split over devices.
 import collections
 import contextlib
 import dataclasses
+import errno
 import itertools
 import logging
 import math
@@ -35,6 +36,8 @@ Tree = TypeVar("Tree")
 logger = logging.getLogger(__name__)
 
 MAX_LISTED = 8
+# What a disk that is not damaged may say.
+PASSING = {errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ETIMEDOUT, errno.EACCES, errno.EPERM}
 # What Orbax calls a save that is not finished. In a bucket, where nothing can be renamed at once, it has its last name
 # from the start, and this file when it's finished.
 UNFINISHED = "orbax-checkpoint-tmp"
@@ -53,7 +56,7 @@ class Checkpoints:
         keep_last: how many of the newest to keep; None keeps all.
         keep_every: also keep those whose step is a multiple of this.
         keep_best: also keep the one with the least held-out loss of those that have one, see `losses`.
-        read_only: leave unfinished saves alone: they may be those of a run that is training now.
+        read_only: make no folder, and leave unfinished saves alone: they may be those of a run that is training now.
 
     Every process calls every method.
 
@@ -62,6 +65,7 @@ class Checkpoints:
 
     Raises:
         ValueError: for a bucket that cannot be looked at.
+        FileNotFoundError: if there is no folder to read.
     """
 
     def __init__(self, folder: str | Path, *, keep_last: int | None = None, keep_every: int | None = None,
@@ -69,6 +73,8 @@ class Checkpoints:
         self.folder = bucket.place(folder)
         if bucket.is_bucket(self.folder):
             bucket.check(self.folder)  # Orbax would make one
+        elif read_only and not self.folder.is_dir():
+            raise FileNotFoundError(f"there is no folder {self.folder}")
         self.losses: dict[int, float] = {}
         policies = ocp.training.preservation_policies
         keep: list[Any] = [policies.LatestN(keep_last)]
@@ -227,6 +233,8 @@ class Checkpoints:
                 leaves = cast(Any, self._checkpointer.load(step, wanted))
             sums = self.checksums(step)
         except Exception as error:
+            if _says_nothing_of_damage(error):
+                raise
             failed = f"{where} cannot be restored: {root_cause(error)}"
         if not agree(not failed):  # before what is computed on the devices of all
             raise DamagedCheckpoint(failed or f"{where} cannot be restored by another process")
@@ -373,6 +381,17 @@ def _compare(wanted: Mapping[str, Any], stored: Mapping[str, Any], where: str) -
 def _listed(names: list[str]) -> str:
     rest = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
     return ", ".join(names[:MAX_LISTED]) + rest
+
+
+def _says_nothing_of_damage(error: BaseException | None) -> bool:
+    """Whether what went wrong is no fault of the checkpoint: too little memory, a disk or a bucket that does not answer."""
+    while error is not None:
+        if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in PASSING):
+            return True
+        if any(word in str(error) for word in ("RESOURCE_EXHAUSTED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "PERMISSION_DENIED")):
+            return True
+        error = error.__cause__
+    return False
 
 
 def root_cause(error: BaseException) -> str:

@@ -102,15 +102,17 @@ class Loop:
 
     def _saved(self) -> None:
         """Wait for the save before this, and remember it."""
-        self.checkpoints.wait()
+        with self.watch.busy("saving"):
+            self.checkpoints.wait()
         if there := self.checkpoints.steps():
             self.watch.saved(there[-1])
 
     def _save_now(self, number: int, state: TrainState) -> None:
         self._try(self._saved)
         try:
-            self.checkpoints.save(number, state)
-            self.checkpoints.wait()
+            with self.watch.busy("saving"):
+                self.checkpoints.save(number, state)
+                self.checkpoints.wait()
         except Exception as error:
             raise OSError(f"step {number} could not be saved, {self._last_whole()}: {root_cause(error)}") from error
 

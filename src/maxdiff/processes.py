@@ -26,13 +26,16 @@ OPEN_MPI = "OMPI_MCA_orte_hnp_uri"
 POD_OF_SEVERAL = ("JOB_COMPLETION_INDEX", "TPU_WORKER_HOSTNAMES", "TPU_PROCESS_ADDRESSES", "TPU_PROCESS_ADDRESSES_PATH")
 
 
-def start(run: Run) -> None:
+def start(run: Run, shutdown_seconds: int = SHUTDOWN_SECONDS) -> None:
     """Join the other processes of this job, before anything else asks jax for its devices.
 
     1. skip_jax_distributed_system: this process is alone.
     2. coordinator_address, num_processes and process_id, or the environment's JAX_COORDINATOR_ADDRESS,
        JAX_NUM_PROCESSES and JAX_PROCESS_ID.
     3. What Slurm, Open MPI 4, a TPU pod or Kubernetes says of itself; without any of them this process is alone.
+
+    Args:
+        shutdown_seconds: how long a process that ends waits for the others.
 
     Raises:
         ValueError: for a coordinator without the number of processes, or the other way round, and under an MPI
@@ -48,13 +51,13 @@ def start(run: Run) -> None:
         if not 0 <= given["process_id"] < given["num_processes"]:
             raise ValueError(f"{shown}: with coordinator_address, 0 <= process_id < num_processes is needed")
         # No detection: it would ask Kubernetes and others for what is known.
-        _initialize(coordinator_address=address, **given, cluster_detection_method="deactivate")
+        _initialize(shutdown_seconds, coordinator_address=address, **given, cluster_detection_method="deactivate")
     elif set(given.values()) != {-1}:
         raise ValueError(f"{shown} needs coordinator_address")
     else:
         _check_mpi()
         if not _alone():
-            _detect()
+            _detect(shutdown_seconds)
 
 
 def _check_mpi() -> None:
@@ -77,21 +80,21 @@ def _alone() -> bool:
     return "KUBERNETES_SERVICE_HOST" in os.environ and not any(name in os.environ for name in POD_OF_SEVERAL)
 
 
-def _detect() -> None:
+def _detect(shutdown_seconds: int) -> None:
     """Join the others that JAX finds; without any, this process is alone."""
     with warnings.catch_warnings():
         if "JOB_COMPLETION_INDEX" not in os.environ:
             warnings.simplefilter("ignore")  # of clusters that it recognises but has no client for
         try:
-            _initialize()
+            _initialize(shutdown_seconds)
         except ValueError as error:
             if "coordinator_address" not in str(error):
                 raise
             # No cluster: this process is alone.
 
 
-def _initialize(**arguments: Any) -> None:
-    jax.distributed.initialize(**arguments, local_device_ids=_devices(), shutdown_timeout_seconds=SHUTDOWN_SECONDS)
+def _initialize(shutdown_seconds: int, **arguments: Any) -> None:
+    jax.distributed.initialize(**arguments, local_device_ids=_devices(), shutdown_timeout_seconds=shutdown_seconds)
 
 
 def _devices() -> list[int] | None:

@@ -4,10 +4,12 @@ SIGTERM (maintenance of a TPU, Slurm's preemption, Kubernetes) and SIGUSR1 (Slur
 STOPPED: start the same command again. Ctrl-C ends with 130; a second one ends at once, and nothing is saved.
 """
 
+import contextlib
 import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -38,7 +40,7 @@ class Signals:
 
     def __init__(self):
         self._heard: signal.Signals | None = None
-        self._deferred = self._agreed = False
+        self._deferred = self._agreed = self._held = False
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "Signals":
@@ -50,6 +52,20 @@ class Signals:
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Work that no signal may break into, such as Orbax's, which takes what is raised in it for a damaged checkpoint.
+
+        Leaving it raises Stopped, if a signal came that ends the run at once.
+        """
+        self._held = True
+        try:
+            yield
+        finally:
+            self._held = False
+        if self._heard and not self._deferred and jax.process_count() == 1:
+            raise self._stopped_early()
 
     def defer(self, made: int) -> None:
         """From here on signals wait for `requested`, or for the end of the run.
@@ -81,6 +97,9 @@ class Signals:
         heard = self._heard or signal.SIGTERM
         return Stopped(f"{heard.name}: {what}", INTERRUPTED if heard == signal.SIGINT else STOPPED)
 
+    def _stopped_early(self) -> Stopped:
+        return self.stopped("stopped before the first step, nothing was to be saved")
+
     def _hear(self, number: int, _: Any) -> None:
         heard = signal.Signals(number)
         if heard == self._heard == signal.SIGINT:
@@ -90,5 +109,8 @@ class Signals:
         if jax.process_count() > 1:
             os.kill(os.getpid(), signal.SIGTERM)  # which JAX listens to, and tells the others
         elif not self._deferred:
-            raise self.stopped("stopped before the first step, nothing was to be saved")
+            if self._held:
+                print(f"{heard.name}: stopping when the checkpoint is read", file=sys.stderr, flush=True)
+                return
+            raise self._stopped_early()
         print(f"{heard.name}: saving after this step, then stopping", file=sys.stderr, flush=True)

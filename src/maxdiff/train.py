@@ -41,11 +41,16 @@ from maxdiff.weights.tensors import write_atomically
 WRITTEN = ("config.yml", "data.json", "pipeline", str(METRICS), REPORT)
 
 
+# Of several processes the first may still be writing into a bucket when the others have ended. One that is lost, or fails,
+# is not waited for (peers.py).
+LAST_UPLOAD_SECONDS = 3600
+
+
 def main(argv: Sequence[str]) -> int:
     """The command line."""
 
     def action(config: Config) -> None:
-        start(config.run)
+        start(config.run, LAST_UPLOAD_SECONDS)
         train(config)
 
     return command.run("train.py", argv, action)
@@ -59,10 +64,10 @@ def train(config: Config) -> TrainState:
             are bad beyond bounds, and a last checkpoint that cannot be written, with a note of step and last checkpoint.
         Stopped: after a signal, when all is saved.
     """
-    build.require(config, "run_name", "output_dir", "train_data_dir")
     watch = build.make_watch(config)
     with contextlib.ExitStack() as around:
         around.enter_context(build.make_peers(config, watch))  # the last to be left: it may end the process
+        build.require(config, "run_name", "output_dir", "train_data_dir")
         build.make_folder(config)
         check_shared(config.run.place)
         build.use_cache(config)
@@ -103,13 +108,16 @@ def _train(config: Config, mirror: Mirror, signals: Signals, watch: Watch) -> Tr
     key = build.run_key(config, mesh)
     judge = make_judge(config, layout, task, key)
 
-    with build.open_checkpoints(config) as checkpoints:
+    with signals.held():
+        opened = build.open_checkpoints(config)
+    with opened as checkpoints:
         # State: trained parameters, their average and moments, where the mesh has them.
         rates = build.make_rates(config, task)
         optimizer = build.make_adam(config, rates)
         abstract = build.abstract_of(config, layout, task, optimizer)
         say("\n".join(describe(abstract)))
-        state = build.begin(config, task, optimizer, abstract, checkpoints)
+        with signals.held():
+            state = build.begin(config, task, optimizer, abstract, checkpoints)
         first, last = int(state.step), config.batch.steps(global_batch)
         if checkpoints.steps():
             watch.saved(checkpoints.steps()[-1])
@@ -162,7 +170,8 @@ def _train(config: Config, mirror: Mirror, signals: Signals, watch: Watch) -> Tr
                     signals.defer(int(state.health.batch))
                     state, goes_back = loop.run(state, batches)
                 if goes_back:
-                    state = roll_back(config, checkpoints, abstract, state, source, plan)
+                    with watch.busy("rollback"):
+                        state = roll_back(config, checkpoints, abstract, state, source, plan)
                     metrics.go_back(int(state.step))
             profiler.close()
     with watch.busy("export"):

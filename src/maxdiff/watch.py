@@ -114,7 +114,7 @@ class Watch:
             write_json(path, record)
             if record["doing"] == "training" and self.made is not None:
                 self.report(self.made, self.age)
-        except OSError as error:
+        except Exception as error:  # a disk's, or of TensorBoard's file, which is closed before the run ends
             if not self._warned:
                 logger.warning("%s cannot be written: %s", path, error)
             self._warned = True
