@@ -20,6 +20,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
 from crashes import ROOT, command  # beside this file
 from together import free_port
 
@@ -62,6 +64,7 @@ def start(
         sent = time.perf_counter()
     statuses = [process.wait(300) for process, _ in running]
     ended = time.perf_counter()
+    time.sleep(3 if number == signal.SIGKILL else 0)  # last words come a second later
     texts = [Path(said.name).read_text() for _, said in running]
     for _, said in running:
         said.close()
