@@ -24,7 +24,7 @@ import jax
 sys.path.insert(0, str(Path(__file__).parent))
 from train_step import configuration, prepare
 
-from maxdiff.checkpoint import checksums, named
+from maxdiff.checksums import checksums, named
 
 
 def one(config: Any, steps: int) -> dict[str, Any]:

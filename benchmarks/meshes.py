@@ -7,11 +7,9 @@ and prints a row of a Markdown table for each mesh: data x fsdp x tensor. Ends w
 than LOSSES from those of one device, or kernels take more than BYTES above their share of a device.
 """
 
-import collections
 import json
 import math
 import os
-import re
 import sys
 import tempfile
 import time
@@ -25,6 +23,8 @@ os.environ.setdefault("PJRT_NPROC", "16")
 
 import jax
 from together import free_port, run_together
+
+from maxdiff import hlo
 
 ROOT = Path(__file__).parent.parent
 DEVICES, GLOBAL_BATCH, STEPS = 8, 32, 20
@@ -40,8 +40,6 @@ NEW: dict[str, dict[str, Any]] = {
     "text_encoder": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 1,
                      "projection_dim": 64},
 }  # fmt: skip
-KINDS = ("all-gather", "reduce-scatter", "all-reduce", "collective-permute", "all-to-all")
-ITEM_BYTES = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "pred": 1, "u8": 1, "s8": 1, "u64": 8, "s64": 8}
 # A kernel whose place the edited rule changes.
 SHOWN = ("down_blocks", 0, "resnets", 0, "conv1", "kernel")
 
@@ -142,23 +140,19 @@ def measure(case: Case, folder: Path, output: Path) -> dict[str, Any]:
     env = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}", "XLA_FLAGS": f"{flags} --xla_dump_to={output / 'hlo'}"}
     said = run_together(commands, env, output, TIMEOUT)[0]
     lines = map(json.loads, (output / "r" / "metrics" / "metrics.jsonl").read_text().splitlines())
-    (hlo, *_) = sorted((output / "hlo").glob("*jit_train_step*after_optimizations.txt"))
+    (dumped, *_) = sorted((output / "hlo").glob("*jit_train_step*after_optimizations.txt"))
     return {
         **json.loads(said.splitlines()[-1]),
         "losses": [line["loss"] for line in lines if "loss" in line][:STEPS],
-        "collectives": collectives(hlo.read_text()),
+        "collectives": collectives(dumped.read_text()),
     }
 
 
-def collectives(hlo: str) -> dict[str, tuple[int, int]]:
+def collectives(text: str) -> dict[str, tuple[int, int]]:
     """Kind -> (how many, bytes that they give); what lies in a loop over micro-batches counts once."""
-    counts: collections.Counter[str] = collections.Counter()
-    sizes: collections.Counter[str] = collections.Counter()
-    for result, kind in re.findall(rf"= (.*?) ({'|'.join(KINDS)})(?:-start)?\(", hlo):
-        counts[kind] += 1
-        for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", result):
-            sizes[kind] += ITEM_BYTES[dtype] * math.prod(int(n) for n in dims.split(",") if n)
-    return {kind: (counts[kind], sizes[kind]) for kind in KINDS}
+    found = hlo.collectives(text)
+    of = lambda kind: [one for one in found if one.kind == kind]
+    return {kind: (len(of(kind)), sum(hlo.size(shape) for one in of(kind) for shape in one.shapes)) for kind in hlo.KINDS}
 
 
 def child(overrides: list[str]) -> None:

@@ -2,15 +2,19 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
-from maxdiff import hlo, topologies
-from maxdiff.aot import WITHOUT_TPU, describe, main
+from maxdiff import build, hlo, inputs
+from maxdiff.aot import WITHOUT_TPU, describe, lower, main
+from maxdiff.config import load_config
+from maxdiff.task import make_task
 from maxdiff.topologies import parse
 
 ROOT = Path(__file__).parent.parent
@@ -110,7 +114,7 @@ def test_a_step_that_does_not_fit_says_by_how_much():
 
 @pytest.mark.parametrize(("argument", "message"), [
     ("topology=v5e-9", "topology='v5e-9' is no slice of v5e"),
-    ("num_slices=0", "num_slices='0' is not supported (allowed: 1 or more)"),
+    ("num_slices=0", "num_slices=0 is not one whole number (allowed: 1 or more)"),
     ("optimization=best", "optimization='best' is not supported (allowed: quick, full)"),
     ("unet_size=3", "unet_size"),
     ("ici_fsdp_parallelism=3", "the product must be the number of 4 devices in a slice"),
@@ -127,6 +131,35 @@ def test_help_is_one_line(capsys: pytest.CaptureFixture):
     assert capsys.readouterr().out.startswith("usage: python -m maxdiff.aot CONFIG.yml topology=NAME ")
 
 
-def test_every_generation_says_what_it_has():
-    for name in topologies.GENERATIONS:
-        assert parse(f"{name}-8").of.hbm >= 16 * topologies.GIB
+DEVICES = """
+from maxdiff.topologies import parse
+for name in ("v4-16", "v5e-16", "v5p-16", "v6e-16"):
+    found = parse(name, 2)
+    devices = found.devices()
+    print(name, len(devices) == found.chips, sorted({device.slice_index for device in devices}))
+"""
+
+
+def test_libtpu_knows_the_slices():
+    environment = {**os.environ, **WITHOUT_TPU, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run([sys.executable, "-c", DEVICES], env=environment, capture_output=True, text=True, timeout=100)
+    names = ("v4-16", "v5e-16", "v5p-16", "v6e-16")
+    assert done.stdout.splitlines() == [f"{name} True [0, 1]" for name in names], done.stderr
+
+
+def test_it_is_the_step_of_a_run_and_needs_no_weights(one_level: Path, tmp_path: Path):
+    """Lowered for the devices that are here, both ways."""
+    shutil.copytree(one_level, tmp_path / "pipeline", ignore=shutil.ignore_patterns("*.safetensors"))
+    keys = [f"pretrained_model_name_or_path={one_level}", "run_name=r", f"output_dir={tmp_path}", "resolution=16",
+            "per_device_batch_size=2", "global_batch_size=32", "ici_fsdp_parallelism=4", "shard_optimizer=true"]  # fmt: skip
+    config = load_config(ROOT / "configs" / "base.yml", keys)
+    layout = build.layout_of(config)
+    config, accumulation = build.settle_batch(config, layout.mesh)
+    task = make_task(config, layout, None)
+    optimizer = build.make_adam(config, build.make_rates(config, task))
+    state = build.abstract_of(config, layout, task, optimizer)
+    step = build.make_step(config, layout, task, optimizer, state, accumulation)
+    batch = inputs.abstract_batch(inputs.make_plan(config), list(task.tokenizers.values()), build.batch_sharding(layout.mesh))
+    expected = step.lower(state, task.constants, batch, build.run_key(config, layout.mesh)).as_text()
+    without = load_config(ROOT / "configs" / "base.yml", [*keys, f"pretrained_model_name_or_path={tmp_path}/pipeline"])
+    assert lower(without, jax.devices()).lowered.as_text() == expected

@@ -18,8 +18,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxdiff import build
-from maxdiff.checkpoint import Checkpoints, checksums, restore_latest
+from maxdiff.checkpoint import Checkpoints, restore_latest
 from maxdiff.checkpoint_command import main
+from maxdiff.checksums import checksums
 from maxdiff.config import Config, Run
 from maxdiff.loop import Loop
 from maxdiff.sharding import make_mesh

@@ -81,7 +81,7 @@ def test_without_the_first_process_jax_aborts_the_other_and_its_last_words_are_c
 
 
 @pytest.mark.parametrize(("failing", "error", "status", "said", "told"), [
-    (1, "raise ValueError('key=3 (allowed: 2)')", 2, "key=3 (allowed: 2)", "ValueError: key=3 (allowed: 2)"),
+    (1, "raise ValueError('key=3 (allowed: 2)')", 2, "train.py: key=3 (allowed: 2)", "ValueError: key=3 (allowed: 2)"),
     (0, "raise KeyError('x')", 1, "KeyError: 'x'", "KeyError: 'x'"),
 ])  # fmt: skip
 def test_an_error_of_one_process_ends_all_at_once(failing: int, error: str, status: int, said: str, told: str):

@@ -51,8 +51,7 @@ def exits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_heartbeats_tell_what_the_run_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(watch, "BEAT_SECONDS", 0.02)
     reports: list[tuple[int, float]] = []
-    with Watch(tmp_path) as watching:
-        watching.report = lambda step, age: reports.append((step, age))
+    with Watch(tmp_path) as watching, watching.reporting(lambda step, age: reports.append((step, age))):
         wait_until((tmp_path / "heartbeat.json").exists)
         first = read(tmp_path)
         assert datetime.datetime.fromisoformat(first["time"]).tzinfo is not None

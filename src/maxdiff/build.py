@@ -80,16 +80,16 @@ def make_folder(config: Config) -> Path:
     return folder
 
 
-def mesh_of(config: Config) -> Mesh:
-    """The devices, in the shape that the configuration asks for; raises ValueError as `make_mesh`."""
+def mesh_of(config: Config, devices: Sequence[Any] | None = None) -> Mesh:
+    """The devices, by default all, in the shape that the configuration asks for; raises ValueError as `make_mesh`."""
     section = config.mesh
-    return make_mesh(section.mesh_axes, section.sizes("ici"), section.sizes("dcn"),
+    return make_mesh(section.mesh_axes, section.sizes("ici"), section.sizes("dcn"), devices=devices,
                      allow_split_physical_axes=section.allow_split_physical_axes)  # fmt: skip
 
 
-def layout_of(config: Config) -> Layout:
+def layout_of(config: Config, devices: Sequence[Any] | None = None) -> Layout:
     """What the configuration's rules make of its mesh; raises ValueError as `make_mesh` and `Layout`."""
-    return Layout(mesh_of(config), config.mesh.logical_axis_rules, config.mesh.max_replicated_mib)
+    return Layout(mesh_of(config, devices), config.mesh.logical_axis_rules, config.mesh.max_replicated_mib)
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:

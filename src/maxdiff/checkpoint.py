@@ -26,11 +26,12 @@ from typing import Any, TypeVar, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from orbax.checkpoint import v1 as ocp
 
 from maxdiff import bucket
+from maxdiff.checksums import checksums, named
 from maxdiff.processes import agree, wait_for_all
+from maxdiff.sharding import bytes_a_device
 
 Tree = TypeVar("Tree")
 logger = logging.getLogger(__name__)
@@ -310,12 +311,6 @@ def _steps_in_bucket(folder: Path, finished: bool) -> Iterator[int]:
             yield step
 
 
-def named(tree: Any) -> dict[str, Any]:
-    """The tree's leaves by their paths, joined with dots: names that don't depend on container types."""
-    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
-
-
 @jax.jit
 def _copy(leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
     return {name: jnp.copy(leaf) for name, leaf in leaves.items()}
@@ -325,9 +320,8 @@ def _sizes(leaves: Mapping[str, Any]) -> dict[Any, int]:
     """Bytes that each device of this process has of these arrays, or abstract arrays."""
     found: collections.Counter[Any] = collections.Counter()
     for leaf in leaves.values():
-        size = math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for device in leaf.sharding.addressable_devices:
-            found[device] += size
+            found[device] += bytes_a_device(leaf)
     return dict(found)
 
 
@@ -338,27 +332,6 @@ def _room_for(sizes: Mapping[Any, int]) -> bool:
         if stats and stats["peak_bytes_in_use"] + 1.1 * size > stats["bytes_limit"]:
             return False
     return True
-
-
-@jax.jit
-def checksums(leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """For each leaf, the sum of bits * (2 * index + 1) modulo 2^32: catches flipped and exchanged values."""
-    return {name: _checksum(leaf) for name, leaf in leaves.items()}
-
-
-@jax.jit  # traced once for all leaves of a shape: a state has thousands
-def _checksum(x: jax.Array) -> jax.Array:
-    if x.dtype == jnp.bool_:
-        x = x.astype(jnp.uint8)
-    unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
-    bits = lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)
-    index = jnp.zeros(x.shape, jnp.uint32)
-    stride = 1
-    for dim in reversed(range(x.ndim)):
-        # Built from iotas, so that each device numbers its own shard and nothing is gathered.
-        index = index + lax.broadcasted_iota(jnp.uint32, x.shape, dim) * jnp.uint32(stride % 2**32)
-        stride *= x.shape[dim]
-    return jnp.sum(bits * (2 * index + 1), dtype=jnp.uint32)
 
 
 def _compare(wanted: Mapping[str, Any], stored: Mapping[str, Any], where: str) -> None:

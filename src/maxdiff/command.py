@@ -9,6 +9,8 @@ from maxdiff.accelerators import make_deterministic
 from maxdiff.config import Config, load_config, write_config
 from maxdiff.stop import Stopped
 
+# What is told in one line, without a traceback.
+MISTAKES = (ValueError, OSError)
 BASE = Path(__file__).parent.parent.parent / "configs" / "base.yml"
 
 
@@ -38,9 +40,8 @@ def run(program: str, argv: Sequence[str], action: Callable[[Config], object]) -
             if config.run.deterministic:
                 make_deterministic()
             action(config)
-    except (ValueError, OSError) as error:
-        print("\n".join([f"{program}: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
-        return 2
+    except MISTAKES as error:
+        return tell_mistake(program, error)
     except Stopped as stopped:
         print(f"{program}: {stopped}", file=sys.stderr)
         return stopped.status
@@ -48,6 +49,12 @@ def run(program: str, argv: Sequence[str], action: Callable[[Config], object]) -
         print(f"{program}: interrupted", file=sys.stderr)
         return 130
     return 0
+
+
+def tell_mistake(program: str, error: Exception) -> int:
+    """Say what a user has to change, or what was in the way; returns the exit status."""
+    print("\n".join([f"{program}: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
+    return 2
 
 
 def run_on_step(program: str, argv: Sequence[str], action: Callable[[Config, int | None], object]) -> int:

@@ -6,6 +6,8 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 
+import numpy as np
+
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "collective-permute", "all-to-all")
 ITEM_BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8,
               "u64": 8, "f64": 8}  # fmt: skip
@@ -124,10 +126,9 @@ def _collective(kind: str, shape: str, rest: str, slice_of: Callable[[int], int]
         shapes = shapes[len(shapes) // 2 :] if kind == "all-gather" else shapes[1:2]  # before them stand the operands
     groups = _groups(rest)
     group = len(groups[0]) if groups else 2  # of a permute: sender and receiver
-    size = sum(map(_bytes, shapes))
     pairs = groups or _pairs(rest)
     across = any(len({slice_of(device) for device in devices}) > 1 for devices in pairs)
-    return Collective(kind, tuple(shapes), group, across, times, times * SENT[kind](group) * size)
+    return Collective(kind, tuple(shapes), group, across, times, times * SENT[kind](group) * sum(map(size, shapes)))
 
 
 def _between_slices(shape: str, rest: str, times: int) -> Collective:
@@ -138,7 +139,7 @@ def _between_slices(shape: str, rest: str, times: int) -> Collective:
     group = len(slices[0].split(",")) if slices else 2
     sent = SENT.get(kind, lambda _: 1.0)(group)
     shapes = _shapes(shape)[:1]  # then come a flag and a token
-    return Collective(kind, tuple(shapes), group, True, times, times * sent * sum(map(_bytes, shapes)))
+    return Collective(kind, tuple(shapes), group, True, times, times * sent * sum(map(size, shapes)))
 
 
 def _groups(rest: str) -> list[list[int]]:
@@ -148,8 +149,6 @@ def _groups(rest: str) -> list[list[int]]:
     match = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", rest)
     if not match:
         return []
-    import numpy as np
-
     sizes, dims = ([int(n) for n in match[i].split(",")] for i in (1, 2))
     order = [int(n) for n in match[3].split(",")] if match[3] else range(len(dims))
     return np.arange(math.prod(dims)).reshape(dims).transpose(order).reshape(sizes).tolist()
@@ -164,6 +163,7 @@ def _shapes(text: str) -> list[str]:
     return re.findall(rf"(?:{'|'.join(ITEM_BYTES)})\[[\d,]*\]", text)
 
 
-def _bytes(shape: str) -> int:
+def size(shape: str) -> int:
+    """Bytes of an array whose shape is written so: f32[3,3,320,320]."""
     dtype, _, dims = shape.rstrip("]").partition("[")
     return ITEM_BYTES[dtype] * math.prod(int(n) for n in dims.split(",") if n)

@@ -22,6 +22,8 @@ from typing import Any
 import jax
 from jax._src import distributed  # where JAX keeps its client of the coordination service
 
+from maxdiff.command import MISTAKES, tell_mistake
+
 BEAT_SECONDS = 2.0  # between two signs of life
 LOST = 76  # the exit status of a run whose other process was lost
 SIGNS, VERDICT = "maxdiff/sign/", "maxdiff/verdict/"  # in the coordination service's store
@@ -81,13 +83,13 @@ class Peers:
 
     def _fail(self, error: Exception) -> None:
         """End here, and tell the others why; this process's last words are those of its error."""
-        mistake = isinstance(error, (ValueError, OSError))
+        mistake = isinstance(error, MISTAKES)
         verdict = {"process": self._me, "host": self._sign["host"], "status": 2 if mistake else 1,
                    "what": f"failed: {_first_line(error)}"}  # fmt: skip
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             self._client.key_value_set(f"{VERDICT}{self._me}", json.dumps(verdict), allow_overwrite=True)
         if mistake:
-            print("\n".join([str(error), *getattr(error, "__notes__", ())]), file=sys.stderr)
+            tell_mistake("train.py", error)
         else:
             traceback.print_exception(error)
         self._leave(verdict["status"])

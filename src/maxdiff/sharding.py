@@ -311,6 +311,16 @@ class Layout:
         return math.prod(_ways(_mesh_axes(entry), self.mesh) for entry in spec)
 
 
+def bytes_a_device(leaf: Any) -> int:
+    """Of an array, or an abstract one, on each device that has a part of it."""
+    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+
+
+def abstract(tree: Any, sharding: NamedSharding) -> Any:
+    """The arrays of a tree as jax.ShapeDtypeStructs that lie so."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
+
+
 def _bytes(spec: ParameterSpec) -> int:
     return 4 * math.prod(spec.shape)
 

@@ -1,7 +1,6 @@
 """What training changes: parameters, their moving average, the optimizer's moments, the step, the run's health."""
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from maxdiff.health import Health, healthy
 from maxdiff.models.network import Params
+from maxdiff.sharding import bytes_a_device
 
 
 @jax.tree_util.register_dataclass
@@ -82,7 +82,7 @@ def describe(state: TrainState) -> list[str]:
         if not leaves:
             continue
         whole = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
-        share = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+        share = sum(map(bytes_a_device, leaves))
         lines.append(f"{name}: {whole / 2**20:.1f} MiB, {share / 2**20:.1f} MiB a device")
     return lines
 

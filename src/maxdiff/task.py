@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from maxdiff import sharding
 from maxdiff.config import Config, Model
 from maxdiff.diffusion.objective import Objective, timestep_probabilities
 from maxdiff.diffusion.schedule import NoiseSchedule, noise_schedule
@@ -134,7 +135,7 @@ def make_task(config: Config, layout: Layout, stored: Path | None, *, abstract: 
     load = functools.partial(origins.load, dtype=jnp.dtype(model.weights_dtype), seed=config.run.seed)
     kept = {name: networks[name] for name in names if name not in trained}
     frozen = (
-        {name: _abstract(network.abstract(jnp.dtype(model.weights_dtype)), whole) for name, network in kept.items()}
+        sharding.abstract({name: network.abstract(jnp.dtype(model.weights_dtype)) for name, network in kept.items()}, whole)
         if abstract
         else load(kept, placement=lambda *_: whole)
     )
@@ -155,7 +156,7 @@ def make_task(config: Config, layout: Layout, stored: Path | None, *, abstract: 
         networks=networks,
         trained=trained,
         initial=lambda: load({name: networks[name] for name in trained}, placement=layout.place),
-        constants={"frozen": frozen, **(_abstract(empty, whole) if abstract else jax.device_put(empty, whole))},
+        constants={"frozen": frozen, **(sharding.abstract(empty, whole) if abstract else jax.device_put(empty, whole))},
         tokenizers=tokenizers,
         losses=losses,
         measures=measures,
@@ -163,10 +164,6 @@ def make_task(config: Config, layout: Layout, stored: Path | None, *, abstract: 
         scheduler=scheduler,
         index=origins.index(),
     )
-
-
-def _abstract(tree: Any, sharding: NamedSharding) -> Any:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
 
 
 def _is_trained(model: Model, name: str) -> bool:

@@ -39,8 +39,6 @@ from maxdiff.weights.tensors import write_atomically
 
 # What a run that goes on reads of what it has written, beside its checkpoints.
 WRITTEN = ("config.yml", "data.json", "pipeline", str(METRICS), REPORT)
-
-
 # Of several processes the first may still be writing into a bucket when the others have ended. One that is lost, or fails,
 # is not waited for (peers.py).
 LAST_UPLOAD_SECONDS = 3600
@@ -141,10 +139,10 @@ def _train(config: Config, mirror: Mirror, signals: Signals, watch: Watch) -> Tr
         tokenizers = list(task.tokenizers.values())
         split = build.batch_sharding(mesh)
 
-        with Metrics(folder if writes else None, global_batch=global_batch, devices=mesh.size, flops=task.flops,
-                     peak_flops=peak_flops(mesh.devices.flat[0]), first=first, last=last) as metrics:  # fmt: skip
+        logged = Metrics(folder if writes else None, global_batch=global_batch, devices=mesh.size, flops=task.flops,
+                         peak_flops=peak_flops(mesh.devices.flat[0]), first=first, last=last)  # fmt: skip
+        with logged as metrics, watch.reporting(metrics.age):
             metrics.text("configuration", write_config(config))
-            watch.report = metrics.age
             profiler = build.make_profiler(config, first)
             loop, goes_back = None, True
             while goes_back:

@@ -31,7 +31,6 @@ class Watch:
 
     Attributes:
         made: the number of the last step; None before the first.
-        report: called with that number and `age` at each heartbeat of training; an OSError of it is only told.
 
     Args:
         folder: where heartbeat.json goes; None on other processes than the first, which write none.
@@ -47,7 +46,7 @@ class Watch:
             raise ValueError(f"hang_timeout_seconds={hang_timeout_seconds:g} (allowed: 0 for never, or more)")
         self._folder, self._timeout = folder, hang_timeout_seconds
         self.made: int | None = None
-        self.report: Callable[[int, float], None] = lambda *_: None
+        self._report: Callable[[int, float], None] = lambda *_: None
         self._saved: int | None = None
         self._since = time.monotonic()
         self._busy: list[str] = []
@@ -73,6 +72,15 @@ class Watch:
     def step(self, number: int) -> None:
         """The step of this number was made."""
         self.made, self._since = number, time.monotonic()
+
+    @contextlib.contextmanager
+    def reporting(self, report: Callable[[int, float], None]) -> Iterator[None]:
+        """Meanwhile `report` is called with the last step and `age` at each heartbeat of training."""
+        self._report = report
+        try:
+            yield
+        finally:
+            self._report = lambda *_: None
 
     def saved(self, number: int | None) -> None:
         """The last checkpoint is of this step; remembered, as a disk that hangs cannot be asked."""
@@ -113,8 +121,8 @@ class Watch:
         try:
             write_json(path, record)
             if record["doing"] == "training" and self.made is not None:
-                self.report(self.made, self.age)
-        except Exception as error:  # a disk's, or of TensorBoard's file, which is closed before the run ends
+                self._report(self.made, self.age)
+        except Exception as error:  # without heartbeats the run would be taken for dead
             if not self._warned:
                 logger.warning("%s cannot be written: %s", path, error)
             self._warned = True

@@ -24,7 +24,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxdiff import bucket, build, command, inputs
-from maxdiff.checkpoint import checksums
+from maxdiff.checksums import checksums
 from maxdiff.conditioning import encode_text
 from maxdiff.config import Config
 from maxdiff.data.encoded import (
