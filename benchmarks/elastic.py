@@ -26,9 +26,9 @@ from crashes import ROOT, command  # beside this file
 from together import free_port
 
 from maxdiff import audit
+from maxdiff.command import LOST
 from maxdiff.config import load_config
 from maxdiff.metrics import read_metrics
-from maxdiff.peers import LOST
 from maxdiff.stop import STOPPED
 
 STEPS, TOLERANCE, LOST_SECONDS = 60, 1e-5, 10

@@ -426,7 +426,7 @@ def kept(config: Config) -> list[int]:
 def bad_batch(config: Config) -> int:
     """The first bad one of a spike and three losses that are no number."""
     state = health.healthy()
-    for loss in (1.0, 1.0, 5.0, 1.0, np.nan, np.nan, np.nan):
+    for loss in (*[1.0] * health.WARM_UP, 5.0, 1.0, np.nan, np.nan, np.nan):
         scalar = jnp.float32(loss)
         state = health.after_batch(state, build.make_guard(config), scalar, health.is_good(scalar, scalar))
     return int(state.bad_batch)

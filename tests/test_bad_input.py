@@ -70,6 +70,7 @@ def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], argv: list[str])
     [
         ("run_name=", "run_name is required"),
         ("output_dir=", "output_dir is required"),
+        ("run_name=../a", "run_name=../a names no folder in output_dir (allowed: a name without slashes)"),
         ("train_data_dir=", "train_data_dir is required"),
         ("learning_rat=1", "the command line: there is no key 'learning_rat'; did you mean 'learning_rate'?"),
         ("learning_rate=fast", "learning_rate='fast' has the wrong type (allowed: float)"),

@@ -46,11 +46,12 @@ def test_skips_are_counted_and_too_many_in_a_row_are_bad():
 
 
 def test_a_spike_is_a_loss_many_times_the_mean():
-    assert int(after([1.0] * 5 + [2.9], Guard(10, 3.0)).bad_batch) == -1
-    health = after([1.0] * 5 + [3.1, 1.0], Guard(10, 3.0))
-    assert int(health.bad_batch) == 5
+    assert int(after([1.0] * 20 + [2.9], Guard(10, 3.0)).bad_batch) == -1
+    assert int(after([1.0] * 19 + [3.1], Guard(10, 3.0)).bad_batch) == -1  # too early to know
+    health = after([1.0] * 20 + [3.1, 1.0], Guard(10, 3.0))
+    assert int(health.bad_batch) == 20
     assert float(health.usual_loss) == pytest.approx(1.0)  # it is no part of the mean
-    assert int(after([1.0] * 5 + [30.0], Guard(10)).bad_batch) == -1
+    assert int(after([1.0] * 20 + [30.0], Guard(10)).bad_batch) == -1
     assert float(after([2.0, 4.0], Guard()).usual_loss) == pytest.approx(0.99 * 2 + 0.01 * 4)
 
 

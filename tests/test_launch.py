@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from launch import sweep
+from maxdiff.command import LOST
 from maxdiff.config import load_config, write_config
 from maxdiff.stop import INTERRUPTED, STOPPED
 from maxdiff.watch import HUNG
@@ -74,8 +75,7 @@ def log(folder: Path) -> list[str]:
         (STOPPED, {"STATE": "SIGNALING"}, True),
         (STOPPED, {"STATE": "COMPLETING"}, False),  # Slurm has cancelled or requeued it
         (HUNG, {}, True),
-        (HUNG, {"SLURM_RESTART_COUNT": "2"}, True),
-        (HUNG, {"SLURM_RESTART_COUNT": "3"}, False),
+        (LOST, {"SLURM_RESTART_COUNT": "40"}, True),
         (HUNG, {"RESTARTS_AFTER_FAILURE": "0"}, False),
         (HUNG, {"STATE": "COMPLETING"}, False),
         (128 + signal.SIGKILL, {}, True),
@@ -86,6 +86,25 @@ def test_a_status_is_passed_on_and_the_job_requeued_at_most_once(status, environ
     running.communicate(timeout=20)
     assert running.returncode == status
     assert log(tmp_path)[1:] == (["scontrol requeue 7"] if requeued else [])
+
+
+def test_failures_are_counted_until_a_start_lasts(batch, tmp_path: Path):
+    def requeued(status: int, **environment: str) -> bool:
+        (tmp_path / "log").unlink(missing_ok=True)
+        batch(status, "c.yml", cwd=folder, **environment).communicate(timeout=20)
+        return log(tmp_path)[1:] == ["scontrol requeue 7"]
+
+    folder = tmp_path / "submitted"
+    folder.mkdir()
+    (folder / "train.py").touch()
+    assert [requeued(status) for status in (HUNG, STOPPED, LOST, HUNG)] == [True] * 4
+    assert not requeued(HUNG)
+    assert not [*folder.glob("*.failures")]  # submitted again, it has all three once more
+    assert [requeued(HUNG) for _ in range(3)] == [True] * 3
+    assert requeued(HUNG, FORGET_FAILURES_AFTER="0")
+    assert requeued(HUNG)
+    assert not requeued(0)
+    assert not [*folder.glob("*.failures")]
 
 
 def test_train_py_gets_the_arguments_whole(batch, tmp_path: Path):

@@ -10,6 +10,7 @@ import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -275,7 +276,8 @@ def test_a_stale_lock_that_another_takes_over_now(tmp_path: Path):
         RunLock(tmp_path).__enter__()
 
 
-def test_beats_restore_the_lock_and_stop_before_another_holder(tmp_path: Path, monkeypatch, caplog: pytest.LogCaptureFixture):
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_beats_restore_the_lock_and_end_the_run_when_another_holds_it(tmp_path: Path, monkeypatch, caplog, capfd):
     monkeypatch.setattr(lock, "BEAT_SECONDS", 0.02)
     path = tmp_path / "lock.json"
     with RunLock(tmp_path):
@@ -283,12 +285,16 @@ def test_beats_restore_the_lock_and_stop_before_another_holder(tmp_path: Path, m
         path.unlink()
         wait_until(path.exists)
         assert not caplog.records
-        wait_until(lambda: write(tmp_path, host="elsewhere") and caplog.records)  # a beat may replace one
-    (record,) = caplog.records
-    assert (
-        f"TWO RUNS WRITE INTO {tmp_path}, stop one: its lock is that of process {os.getppid()} on elsewhere"
-        in record.getMessage()
-    )
+        statuses: list[int] = []
+
+        def ends(status: int) -> NoReturn:
+            statuses.append(status)
+            raise SystemExit  # of the thread alone
+
+        monkeypatch.setattr(os, "_exit", ends)
+        wait_until(lambda: write(tmp_path, host="elsewhere") and statuses)  # a beat may replace one
+    assert statuses == [2]
+    assert f"{tmp_path} was taken over by process {os.getppid()} on elsewhere" in capfd.readouterr().err
     assert read(tmp_path)["host"] == "elsewhere"
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.together import free_port
-from maxdiff.peers import LOST, Peers
+from maxdiff.command import LOST
+from maxdiff.peers import Peers
 
 ROOT = Path(__file__).parent.parent
 SECONDS = 3

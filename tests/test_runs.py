@@ -11,6 +11,7 @@ from PIL import Image
 from maxdiff import audit, export, generate, inputs
 from maxdiff.build import check_restart, find_checkpoint
 from maxdiff.checkpoint import Checkpoints
+from maxdiff.command import Lost
 from maxdiff.config import Config, load_config
 from maxdiff.metrics import read_metrics
 from maxdiff.models.network import flatten
@@ -201,9 +202,22 @@ def test_a_finished_run_is_not_trained_again(run: Path, tmp_path: Path, capsys):
     shutil.copytree(run, tmp_path / "r")
     (tmp_path / "r" / "pipeline" / "unet" / "diffusion_pytorch_model.safetensors").unlink()  # as if stopped before it
     config = load_config(run / "config.yml", [f"output_dir={tmp_path}"])
+    metrics = tmp_path / "r" / "metrics" / "metrics.jsonl"
+    lines = metrics.read_bytes()
     assert int(train(config).step) == 4
+    assert metrics.read_bytes() == lines
     assert "nothing is left to train: the run has made 4 of 4 steps" in capsys.readouterr().out
     assert (tmp_path / "r" / "pipeline" / "unet" / "diffusion_pytorch_model.safetensors").is_file()
+
+
+def test_a_run_that_ended_before_it_was_judged_is_judged(run: Path, tmp_path: Path):
+    shutil.copytree(run, tmp_path / "r")
+    metrics = tmp_path / "r" / "metrics" / "metrics.jsonl"
+    *before, last = metrics.read_bytes().splitlines(keepends=True)
+    assert b"held_out_loss" in last
+    metrics.write_bytes(b"".join(before))
+    train(load_config(run / "config.yml", [f"output_dir={tmp_path}"]))
+    assert read_metrics(tmp_path / "r") == read_metrics(run)
 
 
 @pytest.mark.parametrize("override", ["unet={block_out_channels: [64]}", "use_ema=false", "optimizer=lion", "vae_path=x"])
@@ -233,7 +247,7 @@ def test_what_else_has_changed_is_said(run: Path, capsys):
 def test_a_failure_after_the_last_step_loses_nothing(tmp_path: Path):
     (tmp_path / "r").mkdir()
     (tmp_path / "r" / "samples").write_text("in the way")
-    with pytest.raises(FileExistsError):
+    with pytest.raises(Lost, match=r"File exists(.|\n)*after step 2 on host .*; the last checkpoint is of step 2"):
         train(configuration(tmp_path, *VAE_TRAINING, "eval_examples=8"))
     with Checkpoints(tmp_path / "r" / "checkpoints", read_only=True) as checkpoints:
         assert checkpoints.steps() == [2]

@@ -55,7 +55,7 @@ class Checkpoints:
     Args:
         folder: created if need be; it may be in a bucket. One run at a time.
         keep_last: how many of the newest to keep; None keeps all.
-        keep_every: also keep those whose step is a multiple of this.
+        keep_every: also keep the first at or after each multiple of this.
         keep_best: also keep the one with the least held-out loss of those that have one, see `losses`.
         read_only: make no folder, and leave unfinished saves alone: they may be those of a run that is training now.
 
@@ -80,7 +80,7 @@ class Checkpoints:
         policies = ocp.training.preservation_policies
         keep: list[Any] = [policies.LatestN(keep_last)]
         if keep_every:
-            keep.append(policies.EveryNSteps(keep_every))
+            keep.append(_Every(keep_every))
         if keep_best:
             keep.append(_Best(self.losses))
         context = ocp.Context()
@@ -277,6 +277,20 @@ def restore_latest(checkpoints: Checkpoints, abstract: Tree) -> tuple[int, Tree]
             logger.error("%s; IT IS NOT USED, and kept as %s", error, damaged[-1])
     raise ValueError(f"no checkpoint of {checkpoints.folder} is whole (damaged: {', '.join(map(str, damaged))}); allowed: to "
                      "mend one, or another run_name")  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class _Every:
+    """Orbax's PreservationPolicy that keeps the first at or after each multiple of a step.
+
+    Its own EveryNSteps keeps the multiples alone, and a run that saves after so many examples may never save at one.
+    """
+
+    every: int
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:  # noqa: ARG002
+        parts = [info.step // self.every for info in checkpoints]
+        return [part > before for before, part in zip([0, *parts], parts, strict=False)]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,12 @@ from maxdiff.stop import Stopped
 
 # What is told in one line, without a traceback.
 MISTAKES = (ValueError, OSError)
+LOST = 76  # the exit status of a run that lost what it needs, such as a process or a disk: another start may not
 BASE = Path(__file__).parent.parent.parent / "configs" / "base.yml"
+
+
+class Lost(OSError):
+    """Something that the run needs does not answer any more, and that is nothing to change in its configuration."""
 
 
 def run(program: str, argv: Sequence[str], action: Callable[[Config], object]) -> int:
@@ -20,7 +25,8 @@ def run(program: str, argv: Sequence[str], action: Callable[[Config], object]) -
     `--help` prints every key, and `--print-config` the resolved configuration; neither does anything else.
 
     Returns:
-        The exit status: 2 for a user's mistake, which is told in one line on stderr; that of `Stopped`; 130 after Ctrl-C.
+        The exit status: 2 for a user's mistake, which is told in one line on stderr, and LOST for `Lost`; that of `Stopped`;
+        130 after Ctrl-C.
     """
     arguments = [argument for argument in argv if not argument.startswith("-")]
     options = [argument for argument in argv if argument.startswith("-")]
@@ -54,7 +60,7 @@ def run(program: str, argv: Sequence[str], action: Callable[[Config], object]) -
 def tell_mistake(program: str, error: Exception) -> int:
     """Say what a user has to change, or what was in the way; returns the exit status."""
     print("\n".join([f"{program}: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
-    return 2
+    return LOST if isinstance(error, Lost) else 2
 
 
 def run_on_step(program: str, argv: Sequence[str], action: Callable[[Config, int | None], object]) -> int:

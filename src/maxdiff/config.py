@@ -37,6 +37,8 @@ class Run:
 
     def __post_init__(self):
         bucket.check_path("output_dir", self.output_dir)
+        if {*self.run_name} & {"/", "\\"} or self.run_name in (".", ".."):
+            raise ValueError(f"run_name={self.run_name} names no folder in output_dir (allowed: a name without slashes)")
 
     @property
     def place(self) -> Path:

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 
 # How much of the running mean of the loss the step before keeps: about the last hundred steps count.
 MEAN_DECAY = 0.99
+# Batches before the mean is good enough to judge by.
+WARM_UP = 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,7 +17,8 @@ class Guard:
 
     Attributes:
         max_skipped_steps: the run goes back after more skipped updates in a row than this.
-        max_loss_spike: and when a batch's loss is more than this times the running mean; 0: never for that.
+        max_loss_spike: and when a batch's loss is more than this times the running mean, after WARM_UP batches; 0: never
+            for that.
     """
 
     max_skipped_steps: int = 10
@@ -64,7 +67,7 @@ def after_batch(health: Health, guard: Guard, loss: jax.Array, good: jax.Array) 
     in_a_row = jnp.where(good, 0, health.in_a_row + 1)
     spiked = jnp.zeros((), bool)
     if guard.max_loss_spike:
-        spiked = good & (loss > guard.max_loss_spike * health.usual_loss)  # never of NaN
+        spiked = good & (health.batch >= WARM_UP) & (loss > guard.max_loss_spike * health.usual_loss)  # never of NaN
     first = jnp.where(spiked, health.batch, health.batch - in_a_row + 1)
     bad = jnp.where(spiked | (in_a_row > guard.max_skipped_steps), first, -1)
     mean = jnp.where(jnp.isnan(health.usual_loss), loss, MEAN_DECAY * health.usual_loss + (1 - MEAN_DECAY) * loss)

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ from maxdiff.draw import requests
 from maxdiff.gradients import Measures, outputs_function, sums_function
 from maxdiff.images import grid, write_png
 from maxdiff.losses import from_uint8, latent_moments, reconstruct, to_uint8
-from maxdiff.metrics import Metrics
+from maxdiff.metrics import METRICS, Metrics, read_metrics
 from maxdiff.models.network import Params
 from maxdiff.sharding import Layout
 from maxdiff.state import TrainState
@@ -61,11 +62,31 @@ def make_judge(config: Config, layout: Layout, task: Task, key: jax.Array) -> Ju
             sheet = grid(images, columns)
             metrics.image(step, "samples", sheet)
             if jax.process_index() == 0:
-                path = config.run.folder / "samples" / f"step-{step:06d}.png"
+                path = picture(config, step)
                 write_png(path, sheet, {"step": str(step), "prompts": "\n".join(config.sampling.validation_prompts)})
                 print(f"wrote {config.run.shown(path)}", flush=True)
 
     return judge
+
+
+def is_due(config: Config, step: int, last: int) -> bool:
+    """Whether the run is judged after this step; 0: before the first, to compare with."""
+    every = config.output.eval_every
+    return step in (0, last) or (every > 0 and step % every == 0)
+
+
+def is_judged(config: Config, step: int) -> bool:
+    """Whether the run's folder has what the judge says of this step."""
+    folder = config.run.folder
+    if config.data.eval_data_dir:
+        records = read_metrics(folder) if (folder / METRICS).is_file() else []
+        return any(record["step"] == step and any(key.startswith("held_out_") for key in record) for record in records)
+    return step == 0 or not config.sampling.validation_prompts or picture(config, step).is_file()
+
+
+def picture(config: Config, step: int) -> Path:
+    """Where the judge draws."""
+    return config.run.folder / "samples" / f"step-{step:06d}.png"
 
 
 def exported(layout: Layout, task: Task, state: TrainState) -> Params:

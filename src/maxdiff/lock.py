@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 BEAT_SECONDS = 10.0  # between two signs of life
 STALE_SECONDS = 45.0  # without one, another host is taken for dead
 POLL_SECONDS = 1.0  # between two looks for one
+STDERR = 2
 
 
 class RunLock:
@@ -36,6 +37,8 @@ class RunLock:
 
     Args:
         folder: of the run, which may be in a bucket. Of a run in several processes only the first holds it.
+
+    A run whose folder another has taken over ends at once, with status 2: two that write into a folder would spoil it.
 
     Entering it raises:
         ValueError: if another run that lives holds the folder. For a run of another host it takes STALE_SECONDS to know
@@ -65,19 +68,25 @@ class RunLock:
                 _remove(self._path)
 
     def _beat(self) -> None:
-        """Give signs of life; whatever happens to the file, the run goes on."""
+        """Give signs of life; the run goes on whatever happens to the file, unless another run holds it."""
         failed = False
         while not self._ends.wait(BEAT_SECONDS):
             self._record["beat"] += 1
             try:
                 if other := self._other_holder():
-                    logger.error("TWO RUNS WRITE INTO %s, stop one: its lock is that of %s", self._path.parent, _who(other))
-                    return
+                    self._give_up(other)
                 _write(self._path, self._record)
             except OSError as error:
                 if not failed:
                     logger.warning("%s cannot be kept up (%s): runs of other hosts may take it for stale", self._path, error)
                 failed = True
+
+    def _give_up(self, other: dict[str, Any]) -> None:
+        taken = f"{self._path.parent} was taken over by {_who(other)}, which found no sign of life of this run"
+        try:
+            os.write(STDERR, f"{taken}; it ends here\n".encode())
+        finally:
+            os._exit(2)
 
     def _other_holder(self) -> dict[str, Any] | None:
         """The record in the file if it is not this lock's; None also for a file that is missing or damaged."""

@@ -12,7 +12,7 @@ from maxdiff import build
 from maxdiff.checkpoint import Checkpoints, root_cause
 from maxdiff.config import Config
 from maxdiff.data.pipeline import Prefetch
-from maxdiff.judge import Judge
+from maxdiff.judge import Judge, is_due
 from maxdiff.metrics import Metrics
 from maxdiff.optim import Schedule
 from maxdiff.processes import say
@@ -63,7 +63,7 @@ class Loop:
             state, scalars = self.program(state, self.constants, next(batches), self.key)
             self.watch.step(number)
             stops = self.signals.requested(number + ahead)
-            judged = number == self.last or (output.eval_every > 0 and number % output.eval_every == 0)
+            judged = is_due(self.config, number, self.last)
             saves = stops or number == self.last or due(number, global_batch, output.checkpoint_every)
             logs = stops or judged or number == first + 1 or number % output.log_period == 0
             values = jax.device_get(scalars) if logs or saves else {"bad_batch": -1}

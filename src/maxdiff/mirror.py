@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from maxdiff import bucket
+from maxdiff.command import Lost
 from maxdiff.config import Run
 from maxdiff.processes import wait_for_all
 from maxdiff.stop import Stopped
@@ -36,7 +37,7 @@ class Mirror:
         fetched: files and folders that are copied from the bucket on entering it.
         uploads: whether this process copies what it writes to the bucket: every so often, and on leaving.
 
-    Leaving it raises OSError if the last files cannot be uploaded, and keeps them; unless an error has ended the run
+    Leaving it raises Lost if the last files cannot be uploaded, and keeps them; unless an error has ended the run
     anyway, which is what is told then.
     """
 
@@ -73,7 +74,7 @@ class Mirror:
             kept = self._run.folder.rename(f"{self._run.folder}-kept")  # the other goes with the process
             message = f"the last files could not be written to {self._run.place}, and are kept in {kept}: {failed}"
             if error is None or isinstance(error, Stopped):
-                raise OSError(message) from failed
+                raise Lost(message) from failed
             logger.error("%s", message)
         else:
             shutil.rmtree(self._run.folder, ignore_errors=True)

@@ -22,10 +22,9 @@ from typing import Any
 import jax
 from jax._src import distributed  # where JAX keeps its client of the coordination service
 
-from maxdiff.command import MISTAKES, tell_mistake
+from maxdiff.command import LOST, MISTAKES, tell_mistake
 
 BEAT_SECONDS = 2.0  # between two signs of life
-LOST = 76  # the exit status of a run whose other process was lost
 SIGNS, VERDICT = "maxdiff/sign/", "maxdiff/verdict/"  # in the coordination service's store
 LAST_WORDS = Path(__file__).with_name("last_words.py")
 
@@ -83,16 +82,15 @@ class Peers:
 
     def _fail(self, error: Exception) -> None:
         """End here, and tell the others why; this process's last words are those of its error."""
-        mistake = isinstance(error, MISTAKES)
-        verdict = {"process": self._me, "host": self._sign["host"], "status": 2 if mistake else 1,
-                   "what": f"failed: {_first_line(error)}"}  # fmt: skip
+        if isinstance(error, MISTAKES):
+            status = tell_mistake("train.py", error)
+        else:
+            status = 1
+            traceback.print_exception(error)
+        verdict = {"process": self._me, "host": self._sign["host"], "status": status, "what": f"failed: {_first_line(error)}"}
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             self._client.key_value_set(f"{VERDICT}{self._me}", json.dumps(verdict), allow_overwrite=True)
-        if mistake:
-            tell_mistake("train.py", error)
-        else:
-            traceback.print_exception(error)
-        self._leave(verdict["status"])
+        self._leave(status)
 
     def _watch(self) -> None:
         looked = time.monotonic()

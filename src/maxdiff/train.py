@@ -8,6 +8,7 @@ from the last checkpoint that is whole. docs/RUNNING.md says what happens when s
 """
 
 import contextlib
+import errno
 import functools
 import time
 from collections.abc import Sequence
@@ -18,17 +19,18 @@ import jax
 from maxdiff import build, command, inputs
 from maxdiff.accelerators import peak_flops
 from maxdiff.checkpoint import has_checkpoints, newest_step
+from maxdiff.command import Lost
 from maxdiff.config import Config, write_config
 from maxdiff.data.encode import settle
 from maxdiff.data.encoded import EncodedSource
 from maxdiff.data.examples import Source
 from maxdiff.data.pipeline import prefetch
-from maxdiff.judge import exported, latent_scale, make_judge
+from maxdiff.judge import exported, is_due, is_judged, latent_scale, make_judge
 from maxdiff.lock import RunLock
 from maxdiff.loop import Loop
 from maxdiff.metrics import METRICS, Metrics
 from maxdiff.mirror import Mirror
-from maxdiff.processes import check_shared, gather, say, start, wait_for_all
+from maxdiff.processes import agree, check_shared, gather, say, start, wait_for_all
 from maxdiff.rollback import REPORT, roll_back
 from maxdiff.sharding import Layout
 from maxdiff.state import TrainState, describe
@@ -42,6 +44,9 @@ WRITTEN = ("config.yml", "data.json", "pipeline", str(METRICS), REPORT)
 # Of several processes the first may still be writing into a bucket when the others have ended. One that is lost, or fails,
 # is not waited for (peers.py).
 LAST_UPLOAD_SECONDS = 3600
+# Errors that, before training, are no mistakes of the user's.
+PASSING = (TimeoutError, ConnectionError, ChildProcessError)
+PASSING_NUMBERS = (errno.EIO, errno.ESTALE)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -58,8 +63,9 @@ def train(config: Config) -> TrainState:
     """Run, or go on with, the training that a configuration describes; returns the last state.
 
     Raises:
-        ValueError, OSError: for what is wrong with the configuration, before any training; and during it for data that
-            are bad beyond bounds, and a last checkpoint that cannot be written, with a note of step and last checkpoint.
+        ValueError, OSError: for what is wrong with the configuration, before any training; and ValueError during it for
+            data that are bad beyond bounds, with a note of step and last checkpoint.
+        Lost: for a disk, a bucket or a data worker that fails in training, with the same note, or that does not answer before.
         Stopped: after a signal, when all is saved.
     """
     watch = build.make_watch(config)
@@ -77,10 +83,13 @@ def train(config: Config) -> TrainState:
         try:
             return _train(config, mirror, signals, watch)
         except Exception as error:
-            if watch.made is not None:  # in training: what is wrong before is told in one line
+            trains = watch.made is not None
+            if trains:  # what is wrong before is told in one line
                 with contextlib.suppress(OSError):  # what failed may be that
                     watch.saved(newest_step(config.run.checkpoints))
                 error.add_note(watch.place())
+            if isinstance(error, OSError) and (trains or isinstance(error, PASSING) or error.errno in PASSING_NUMBERS):
+                raise Lost("\n".join([str(error), *getattr(error, "__notes__", ())])) from error
             raise
 
 
@@ -126,8 +135,15 @@ def _train(config: Config, mirror: Mirror, signals: Signals, watch: Watch) -> Tr
             with watch.busy("upload"):
                 mirror.upload()  # no checkpoint without them
 
+        logged = Metrics(folder if writes else None, global_batch=global_batch, devices=mesh.size, flops=task.flops,
+                         peak_flops=peak_flops(mesh.devices.flat[0]), first=first, last=last)  # fmt: skip
+        # A start before this one may have saved the step, and ended before it was judged.
+        owes = is_due(config, first, last) and agree(not (writes and is_judged(config, first)))
         if first >= last:
             say(f"nothing is left to train: the run has made {first} of {last} steps")
+            with logged as metrics, watch.busy("evaluation"):
+                if owes:
+                    judge(first, state, metrics)
             with watch.busy("export"):
                 export(config, layout, task, state, source, key)
             return state
@@ -139,8 +155,6 @@ def _train(config: Config, mirror: Mirror, signals: Signals, watch: Watch) -> Tr
         tokenizers = list(task.tokenizers.values())
         split = build.batch_sharding(mesh)
 
-        logged = Metrics(folder if writes else None, global_batch=global_batch, devices=mesh.size, flops=task.flops,
-                         peak_flops=peak_flops(mesh.devices.flat[0]), first=first, last=last)  # fmt: skip
         with logged as metrics, watch.reporting(metrics.age):
             metrics.text("configuration", write_config(config))
             profiler = build.make_profiler(config, first)
@@ -160,8 +174,9 @@ def _train(config: Config, mirror: Mirror, signals: Signals, watch: Watch) -> Tr
                                 step = build.compile_step(step, abstract, task.constants, shapes, key)
                                 ready.result()
                             say(f"compiled in {time.perf_counter() - started:.1f} s")
-                            if first == 0:
-                                judge(0, state, metrics)
+                            if owes:
+                                judge(first, state, metrics)
+                                checkpoints.losses |= metrics.held_out_losses
                         loop = Loop(config, step, task.constants, key, rates, last, checkpoints, metrics, judge, profiler,
                                     signals, watch)  # fmt: skip
                     # Loop: nothing in it waits for the device but the steps that are logged or saved.

@@ -227,8 +227,8 @@ def test_workers_import_no_jax_ignore_signals_and_end_with_the_iterator(spy: Cal
 
 @pytest.mark.parametrize(
     ("fault", "error", "message"),
-    [("die", RuntimeError, r"data worker [01] of step [01] ended with exit code 3"),
-     ("kill", RuntimeError, "ended by SIGKILL, perhaps for lack of memory"), ("raise", OSError, "disk on fire")],
+    [("die", ChildProcessError, r"data worker [01] of step [01] ended with exit code 3"),
+     ("kill", ChildProcessError, "ended by SIGKILL, perhaps for lack of memory"), ("raise", OSError, "disk on fire")],
 )  # fmt: skip
 def test_a_failing_worker_is_told(spy: Callable, fault: str, error: type, message: str):
     with pytest.raises(error, match=message) as caught:

@@ -36,7 +36,7 @@ def worker_batches(source: Any, tokenizers: Any, plan: Any, step: int, workers: 
     """What `load_batch` returns for each step from `step` on, endlessly, by this many processes.
 
     Raises:
-        RuntimeError: if a worker dies. An exception in a worker is raised here, with a note of where it was.
+        ChildProcessError: if a worker dies. An exception in a worker is raised here, with a note of where it was.
     """
     job = pickle.dumps((source, tokenizers, plan), protocol=5)
     running: list[subprocess.Popen[bytes]] = []
@@ -86,7 +86,7 @@ def _receive(process: "subprocess.Popen[bytes]", number: int, step: int) -> Any:
     except (EOFError, pickle.UnpicklingError):
         code = process.wait()
         how = f"by {signal.Signals(-code).name}, perhaps for lack of memory" if code < 0 else f"with exit code {code}"
-        raise RuntimeError(f"data worker {number} of step {step} ended {how}") from None
+        raise ChildProcessError(f"data worker {number} of step {step} ended {how}") from None
     if error is not None:
         raise error
     return result
