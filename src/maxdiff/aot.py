@@ -5,6 +5,9 @@
 It is the step that train.py makes, from the same configuration by the same functions, with the same shardings and donated
 state, compiled by libtpu (pip install 'maxdiff[tpu]') on a CPU. Nothing is downloaded but configurations, and no images are
 needed. `optimization=full` compiles as a TPU would; `quick`, the default, optimizes less, and takes less time.
+
+The step's time is an estimate (roofline.py); docs/TPU.md compares it with published ones. Where the step does not fit, settings
+that would are predicted, the nearest first, and the first is compiled too.
 """
 
 import dataclasses
@@ -13,20 +16,20 @@ import os
 import re
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from maxdiff import build, command, hlo, inputs
+from maxdiff import build, command, fitting, hlo, inputs, roofline
 from maxdiff.command import split_number
 from maxdiff.config import Config
 from maxdiff.data import encode
 from maxdiff.sharding import abstract, bytes_a_device
 from maxdiff.state import TrainState
-from maxdiff.task import Task, make_task
+from maxdiff.task import Task, judges_images, make_task
 from maxdiff.topologies import GIB, Topology, parse
 
 # For libtpu, before it is loaded: it need not look for a TPU of this host, and other processes may load it too.
@@ -43,8 +46,8 @@ class Step:
     Attributes:
         config: with its global batch written out.
         accumulation: micro-batches of a batch.
-        state, constants, batch: what it is called with, as jax.ShapeDtypeStructs with shardings.
-        lowered: for jax's `compile`.
+        state, batch: what it is called with, beside the task's constants, as jax.ShapeDtypeStructs with shardings.
+        lower: makes of it what jax's `compile` is a method of.
     """
 
     config: Config
@@ -52,12 +55,17 @@ class Step:
     task: Task
     accumulation: int
     state: TrainState
-    constants: Mapping[str, Any]
     batch: Mapping[str, Any]
-    lowered: Any
+    lower: Callable[[], Any]
+
+    def held(self) -> dict[str, int]:
+        """Bytes that each device has between steps, and of its batch."""
+        parts = {"parameters": self.state.params, "average": self.state.ema, "moments": self.state.opt_state,
+                 "frozen": self.task.constants, "batch": self.batch}  # fmt: skip
+        return {name: sum(map(bytes_a_device, jax.tree.leaves(tree))) for name, tree in parts.items()}
 
 
-def lower(config: Config, devices: Sequence[Any]) -> Step:
+def prepare(config: Config, devices: Sequence[Any]) -> Step:
     """The step that train.py would make on these devices, which need not be here.
 
     Raises:
@@ -72,8 +80,7 @@ def lower(config: Config, devices: Sequence[Any]) -> Step:
     task, batch = _batch(config, mesh, whole, task)
     key = abstract(jax.eval_shape(lambda: jax.random.key(0)), whole)
     step = build.make_step(config, layout, task, optimizer, state, accumulation)
-    lowered = step.lower(state, task.constants, batch, key)
-    return Step(config, mesh, task, accumulation, state, task.constants, batch, lowered)
+    return Step(config, mesh, task, accumulation, state, batch, lambda: step.lower(state, task.constants, batch, key))
 
 
 def _batch(config: Config, mesh: Mesh, whole: NamedSharding, task: Task) -> tuple[Task, dict[str, Any]]:
@@ -89,24 +96,25 @@ def _batch(config: Config, mesh: Mesh, whole: NamedSharding, task: Task) -> tupl
     one = lambda name: jax.ShapeDtypeStruct(encoded[name].shape[1:], encoded[name].dtype)
     texts = {f"empty_{name}": one(name) for name in ("states", "pooled") if name in encoded}
     task = task.from_encoded({}, config.data.resolution)
-    constants = {**task.constants, **abstract(texts, whole)}
+    frozen = task.constants["frozen"] if judges_images(config) else {}
+    constants = {**task.constants, **abstract(texts, whole), "frozen": frozen}
     return dataclasses.replace(task, constants=constants), {**abstract(encoded, split), **kept}
 
 
 def report(step: Step, topology: Topology, level: str) -> dict[str, Any]:
-    """Compile a step; what a chip then holds and sends, and whether it fits."""
+    """Compile a step; what a chip then holds and sends, whether it fits, and an estimate of its time."""
     started = time.perf_counter()
     mesh, batch = step.mesh, step.config.batch
     found: dict[str, Any] = {
         "topology": str(topology), "chips": topology.chips, "mesh": dict(mesh.shape), "devices": mesh.size,
         "per_device_batch": batch.per_device_batch_size, "global_batch": batch.global_batch_size,
         "accumulation": step.accumulation, "optimization": level, "jax": jax.__version__, "date": time.strftime("%Y-%m-%d"),
-        "bytes": held(step),
+        "bytes": step.held(),
         "flops": step.task.flops * batch.global_batch_size / topology.chips,
     }  # fmt: skip
     jax.config.update("jax_optimization_level", LEVELS[level])
     try:
-        compiled = step.lowered.compile()
+        compiled = step.lower().compile()
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -118,16 +126,24 @@ def report(step: Step, topology: Topology, level: str) -> dict[str, Any]:
         needs = peak + max(0, sum(found["bytes"].values()) - arguments)
         found["bytes"] |= {"arguments": arguments, "activations": peak - arguments, "peak": peak}
         places = [getattr(device, "slice_index", 0) for device in mesh.devices.flat]
-        found["collectives"] = hlo.totals(hlo.collectives(compiled.as_text(), places.__getitem__))
-        found |= _compared(needs, topology.of.hbm)
+        text, chip = compiled.as_text(), topology.of
+        found["collectives"] = hlo.totals(hlo.collectives(text, places.__getitem__))
+        parts = roofline.seconds(roofline.work(text, chip.matrix), found["collectives"], chip)
+        seconds = sum(parts.values())
+        found["estimate"] = {"step_s": seconds, "images_per_s": batch.global_batch_size / seconds,
+                             "mfu": found["flops"] / chip.flops / seconds, "parts_s": parts}  # fmt: skip
+        found |= _compared(needs, chip.hbm)
     return found | {"compile_s": round(time.perf_counter() - started, 1)}
 
 
-def held(step: Step) -> dict[str, int]:
-    """Bytes that each device has between steps, and of its batch."""
-    parts = {"parameters": step.state.params, "average": step.state.ema, "moments": step.state.opt_state,
-             "frozen": step.constants, "batch": step.batch}  # fmt: skip
-    return {name: sum(map(bytes_a_device, jax.tree.leaves(tree))) for name, tree in parts.items()}
+def advise(step: Step, found: Mapping[str, Any], topology: Topology, level: str) -> dict[str, Any]:
+    """For a step that does not fit: settings that would, predicted, and a report of the first of them."""
+    devices = list(step.mesh.devices.flat)
+    fits = fitting.nearest(step.config, found["needs"], found["has"], lambda config: prepare(config, devices))
+    advice: dict[str, Any] = {"would_fit": [{"set": changes, "needs": needs} for changes, needs in fits]}
+    if fits:
+        advice["compiled"] = report(prepare(fitting.changed(step.config, fits[0][0]), devices), topology, level)
+    return advice
 
 
 def _too_much(message: str) -> dict[str, Any]:
@@ -157,6 +173,12 @@ def describe(found: Mapping[str, Any]) -> list[str]:
     ]
     for name, total in found.get("collectives", {}).items():
         lines.append(f"{name}: {total['count']} a step, {total['bytes'] / 2**20:.1f} MiB sent by a device")
+    if estimate := found.get("estimate"):
+        lines.append(
+            f"at least {1e3 * estimate['step_s']:.0f} ms a step by rooflines, an ESTIMATE: "
+            f"{estimate['images_per_s']:.0f} images/s, MFU {estimate['mfu']:.0%}"
+        )
+        lines.append("of which " + ", ".join(f"{name} {1e3 * part:.1f}" for name, part in estimate["parts_s"].items() if part))
     if "needs" not in found:
         lines.append(f"it does NOT fit: {found['said']}")
     elif found["fits"]:
@@ -164,8 +186,19 @@ def describe(found: Mapping[str, Any]) -> list[str]:
     else:
         over = gib(found["needs"] - found["has"])
         lines.append(f"it does NOT fit: {gib(found['needs'])}, {over} more than the {gib(found['has'])} there are")
+    for fit in found.get("would_fit", []):
+        lines.append(f"would fit, as predicted: {written(fit['set'])} ({gib(fit['needs'])})")
     lines.append(f"compiled in {found['compile_s']} s at optimization={found['optimization']}")
+    if compiled := found.get("compiled"):
+        lines += [f"with {written(found['would_fit'][0]['set'])}:", *(f"    {line}" for line in describe(compiled))]
+    elif found.get("would_fit") == []:
+        lines.append("no change of remat, batch, moment_dtype, fsdp or shard_optimizer would make it fit: take more chips")
     return lines
+
+
+def written(changes: Mapping[str, Any]) -> str:
+    """Changes of a configuration as train.py takes them."""
+    return " ".join(f"{key}={json.dumps(value) if isinstance(value, bool) else value}" for key, value in changes.items())
 
 
 def main(argv: Sequence[str]) -> int:
@@ -183,7 +216,10 @@ def main(argv: Sequence[str]) -> int:
         topology = parse(options["topology"], slices() or 1)
         if options["optimization"] not in LEVELS:
             raise ValueError(f"optimization={options['optimization']!r} is not supported (allowed: {', '.join(LEVELS)})")
-        found = report(lower(config, topology.devices()), topology, options["optimization"])
+        step = prepare(config, topology.devices())
+        found = report(step, topology, options["optimization"])
+        if not found["fits"] and "needs" in found:
+            found |= advise(step, found, topology, options["optimization"])
         fits.append(found["fits"])
         print(json.dumps(found) if "--json" in argv else "\n".join(describe(found)))
 

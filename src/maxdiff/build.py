@@ -288,7 +288,8 @@ def make_step(config: Config, layout: Layout, task: Task, optimizer: optax.Gradi
         update_specs: Params | None = {name: unflatten(layout.update_specs(n).items()) for name, n in networks.items()}
         sharded = ShardedUpdate({name: layout.shardings(n) for name, n in networks.items()},
                                 {name: layout.update_shardings(n) for name, n in networks.items()})  # fmt: skip
-    gradients = gradient_function(task.losses, layout.mesh, trained_specs(layout, task), accumulation, update_specs)
+    gradients = gradient_function(task.losses, layout.mesh, trained_specs(layout, task), accumulation, update_specs,
+                                  jnp.dtype(config.model.activations_dtype))  # fmt: skip
     ema = Ema(config.optimizer.ema_decay, True, config.optimizer.ema_start_step) if config.optimizer.use_ema else None
     step = make_train_step(gradients, optimizer, ema, sharded, make_guard(config))
     return jax.jit(step, donate_argnums=0, out_shardings=(state_shardings(abstract), None))

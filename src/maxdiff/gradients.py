@@ -18,6 +18,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxdiff.models.network import Params
+from maxdiff.scatter import psum_scatter
 
 Batch = dict[str, jax.Array]
 Losses = Callable[[Params, Any, Batch], jax.Array]
@@ -30,8 +31,9 @@ BATCH_AXES = ("data", "fsdp")
 
 
 def gradient_function(
-    losses: Losses, mesh: Mesh, specs: Params, accumulation: int = 1, update_specs: Params | None = None
-) -> GradientFunction:
+    losses: Losses, mesh: Mesh, specs: Params, accumulation: int = 1, update_specs: Params | None = None,
+    dtype: Any = None,
+) -> GradientFunction:  # fmt: skip
     """(params, constants, batch) -> (mean loss, its gradient, float32 and split by `update_specs`).
 
     With a tensor axis of 1 every collective is written out, and gradients are reduced once a step. With more,
@@ -43,6 +45,8 @@ def gradient_function(
         specs: the PartitionSpec of every parameter, as the parameter tree.
         accumulation: micro-batches in a batch, computed one after the other to save memory.
         update_specs: the PartitionSpec of every parameter's gradient; by default that of the parameter.
+        dtype: in which networks use parameters of two dimensions or more: in it they are gathered, if it is smaller; vectors,
+            those of norms among them, stay what they are. With a tensor axis networks see to that themselves.
 
     Raises:
         ValueError: when called, for a batch that does not divide into devices and micro-batches.
@@ -50,7 +54,7 @@ def gradient_function(
     update_specs = specs if update_specs is None else update_specs
     if _has_tensor(mesh):
         return _automatic(losses, mesh, accumulation, update_specs)
-    return _manual(losses, mesh, specs, accumulation, update_specs)
+    return _manual(losses, mesh, specs, accumulation, update_specs, dtype)
 
 
 def sums_function(measures: Measures, mesh: Mesh, specs: Params) -> SumsFunction:
@@ -93,14 +97,14 @@ def _counted_sums(measures: dict[str, jax.Array], counted: jax.Array) -> dict[st
     return {name: jnp.sum(jnp.where(counted > 0, x.astype(jnp.float32) * counted, 0.0)) for name, x in measures.items()}
 
 
-def _manual(losses: Losses, mesh: Mesh, specs: Params, accumulation: int, update_specs: Params) -> GradientFunction:
+def _manual(losses: Losses, mesh: Mesh, specs: Params, accumulation: int, update_specs: Params, dtype: Any) -> GradientFunction:
     axes = _batch_axes(mesh)
     several = [axis for axis in axes if mesh.shape[axis] > 1]  # XLA does not leave out a sum over one device
 
     def reduce(gradient: jax.Array, spec: PartitionSpec) -> jax.Array:
         splits = _splits(spec)
         for dim, axis in splits:
-            gradient = lax.psum_scatter(gradient, axis, scatter_dimension=dim, tiled=True)
+            gradient = psum_scatter(gradient, mesh, axis, dim)
         whole = tuple(axis for axis in several if axis not in (split for _, split in splits))
         return lax.psum(gradient, whole) if whole else gradient
 
@@ -111,14 +115,18 @@ def _manual(losses: Losses, mesh: Mesh, specs: Params, accumulation: int, update
         gradient = jax.tree.map(lambda g, spec: reduce(g, spec) / examples, gradient, update_specs)
         return lax.psum(loss, axes) / examples, gradient
 
-    mapped = _on_each_device(local, mesh, specs, (PartitionSpec(), update_specs))
+    mapped = _on_each_device(local, mesh, specs, (PartitionSpec(), update_specs), dtype)
     return lambda params, constants, batch: mapped(params, constants, _checked(batch, mesh, accumulation))
 
 
-def _on_each_device(local: Callable[..., Any], mesh: Mesh, specs: Params, out_specs: Any) -> Callable[..., Any]:
+def _on_each_device(
+    local: Callable[..., Any], mesh: Mesh, specs: Params, out_specs: Any, dtype: Any = None
+) -> Callable[..., Any]:
     """`local(weights, constants, batch)` with whole weights and the device's own examples."""
 
     def gather(p: jax.Array, spec: PartitionSpec) -> jax.Array:
+        if p.ndim > 1 and _splits(spec) and dtype is not None and jnp.dtype(dtype).itemsize < p.dtype.itemsize:
+            p = p.astype(dtype)
         for dim, axis in reversed(_splits(spec)):
             p = lax.all_gather(p, axis, axis=dim, tiled=True)
         return p

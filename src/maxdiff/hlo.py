@@ -18,6 +18,7 @@ SENT: dict[str, Callable[[int], float]] = {
 }  # fmt: skip
 # `  %name = shape opcode(operands), attributes`; a shape may be a tuple.
 INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = (\(.*?\)|\S+) ([\w-]+)\((.*)$")
+ARRAY = re.compile(rf"(?:{'|'.join(ITEM_BYTES)})\[[\d,]*\]")
 COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\) -> .* \{$")
 
 
@@ -49,17 +50,16 @@ def collectives(text: str, slice_of: Callable[[int], int] = lambda _: 0) -> list
         text: of a compiled module (`jax.stages.Compiled.as_text`).
         slice_of: the slice of a device, by its place in the program's device assignment.
     """
-    computations = _computations(text)
+    program = parse(text)
     found: list[Collective] = []
-    entry = next(name for name, (is_entry, _) in computations.items() if is_entry)
-    for lines, times in _walk(computations, entry, 1):
-        for _, shape, opcode, rest in lines:
-            if opcode == "send" and "megascale_transfer_type" in rest:
-                found.append(_between_slices(shape, rest, times))
-            kind = _kind(opcode, rest)
+    for lines, times in program.walk():
+        for line in lines:
+            if line.opcode == "send" and "megascale_transfer_type" in line.rest:
+                found.append(_between_slices(line.shape, line.rest, times))
+            kind = kind_of(line)
             if kind:
-                source = rest if kind[1] is None else _inner(computations, kind[1])
-                found.append(_collective(kind[0], shape, source, slice_of, times, opcode))
+                source = line.rest if kind[1] is None else _inner(program, kind[1])
+                found.append(_collective(kind[0], line.shape, source, slice_of, times, line.opcode))
     return found
 
 
@@ -72,52 +72,80 @@ def totals(found: Iterable[Collective]) -> dict[str, dict[str, float]]:
     return {name: dict(counter) for name, counter in sorted(sums.items())}
 
 
-Lines = list[tuple[str, str, str, str]]
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """An instruction: `%name = shape opcode(operands), attributes`, the last two as `rest`."""
+
+    name: str
+    shape: str
+    opcode: str
+    rest: str
+
+    def operands(self) -> list[str]:
+        """Their names."""
+        return re.findall(r"%([\w.-]+)", self.rest.partition(")")[0])
+
+    def called(self) -> str:
+        """The computation of a fusion."""
+        return re.findall(r"calls=%?([\w.-]+)", self.rest)[0]
 
 
-def _computations(text: str) -> dict[str, tuple[bool, Lines]]:
-    """Name -> (whether it is the entry, its instructions as (name, shape, opcode, the rest))."""
-    found: dict[str, tuple[bool, Lines]] = {}
-    lines: Lines = []
-    for line in text.splitlines():
-        if match := COMPUTATION.match(line):
-            lines = []
-            found[match[2]] = (bool(match[1]), lines)
-        elif match := INSTRUCTION.match(line):
-            lines.append((match[1], match[2], match[3], match[4]))
-    return found
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A compiled module: its computations by name, and the one that it begins with."""
 
+    computations: dict[str, list[Line]]
+    entry: str
 
-def _walk(computations: dict[str, tuple[bool, Lines]], name: str, times: int) -> Iterator[tuple[Lines, int]]:
-    """The instructions of a computation and of those that it calls, with how often they run."""
-    lines = computations[name][1]
-    yield lines, times
-    for _, _, opcode, rest in lines:
-        if opcode == "while":
-            trips = re.search(r"known_trip_count\D*(\d+)", rest)
-            body = re.search(r"body=%?([\w.-]+)", rest)
-            assert body
-            yield from _walk(computations, body[1], times * (int(trips[1]) if trips else 1))
-        elif opcode in ("call", "conditional", "async-start") or (opcode == "fusion" and _kind(opcode, rest) is None):
-            for called in re.findall(
-                r"(?:calls|to_apply|branch_computations=\{|true_computation|false_computation)=?%?([\w.-]+)", rest
+    def walk(self, *, into_fusions: bool = True) -> Iterator[tuple[list[Line], int]]:
+        """The instructions of each computation that runs, and how often a step runs it."""
+        return self._walk(self.entry, 1, into_fusions)
+
+    def _walk(self, name: str, times: int, into_fusions: bool) -> Iterator[tuple[list[Line], int]]:
+        lines = self.computations[name]
+        yield lines, times
+        for line in lines:
+            if line.opcode == "while":
+                trips = re.search(r"known_trip_count\D*(\d+)", line.rest)
+                body = re.search(r"body=%?([\w.-]+)", line.rest)
+                assert body
+                yield from self._walk(body[1], times * (int(trips[1]) if trips else 1), into_fusions)
+            elif line.opcode in ("call", "conditional", "async-start") or (
+                into_fusions and line.opcode == "fusion" and kind_of(line) is None
             ):
-                if called in computations:
-                    yield from _walk(computations, called, times)
+                for called in re.findall(
+                    r"(?:calls|to_apply|branch_computations=\{|true_computation|false_computation)=?%?([\w.-]+)", line.rest
+                ):
+                    if called in self.computations:
+                        yield from self._walk(called, times, into_fusions)
 
 
-def _kind(opcode: str, rest: str) -> tuple[str, str | None] | None:
+def parse(text: str) -> Program:
+    """Read a module's text."""
+    computations: dict[str, list[Line]] = {}
+    lines: list[Line] = []
+    entry = ""
+    for written in text.splitlines():
+        if match := COMPUTATION.match(written):
+            lines = computations[match[2]] = []
+            entry = match[2] if match[1] else entry
+        elif match := INSTRUCTION.match(written):
+            lines.append(Line(*match.groups()))
+    return Program(computations, entry)
+
+
+def kind_of(line: Line) -> tuple[str, str | None] | None:
     """(kind, the computation of a fusion that is one) of a collective; the end of an asynchronous one counts for nothing."""
-    if opcode == "fusion":
+    if line.opcode == "fusion":
         # A TPU's reduce-scatter: an all-reduce of which each device keeps a slice.
-        called = re.search(r"calls=%?(all-reduce-scatter[\w.-]*)", rest)
-        return ("reduce-scatter", called[1]) if called else None
-    kind = opcode.removesuffix("-start")
+        called = line.called()
+        return ("reduce-scatter", called) if called.startswith("all-reduce-scatter") else None
+    kind = line.opcode.removesuffix("-start")
     return (kind, None) if kind in KINDS else None
 
 
-def _inner(computations: dict[str, tuple[bool, Lines]], name: str) -> str:
-    return next(rest for _, _, opcode, rest in computations[name][1] if opcode.startswith("all-reduce"))
+def _inner(program: Program, name: str) -> str:
+    return next(line.rest for line in program.computations[name] if line.opcode.startswith("all-reduce"))
 
 
 def _collective(kind: str, shape: str, rest: str, slice_of: Callable[[int], int], times: int, opcode: str) -> Collective:
@@ -146,8 +174,17 @@ def _groups(rest: str) -> list[list[int]]:
     """The devices that take part together."""
     if match := re.search(r"replica_groups=\{(\{.*?\})\}", rest):
         return [[int(n) for n in inner.split(",") if n] for inner in re.findall(r"\{([\d,]*)\}", match[1])]
+    if match := re.search(r"replica_groups=mesh\[((?:'\w+'=\d+,?)+)\] \{((?:'\w+',?)+)\}", rest):
+        # Along some axes of a mesh: mesh['data'=2,'fsdp'=4] {'fsdp'}.
+        mesh = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", match[1])}
+        axes = [[*mesh].index(name) for name in re.findall(r"'(\w+)'", match[2])]
+        count = math.prod([*mesh.values()][axis] for axis in axes)
+        places = np.arange(math.prod(mesh.values())).reshape(*mesh.values())
+        return np.moveaxis(places, axes, range(-len(axes), 0)).reshape(-1, count).tolist()
     match = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", rest)
     if not match:
+        if "replica_groups=" in rest:
+            raise ValueError(f"the replica groups of this collective are of an unknown form: {rest[:400]}")
         return []
     sizes, dims = ([int(n) for n in match[i].split(",")] for i in (1, 2))
     order = [int(n) for n in match[3].split(",")] if match[3] else range(len(dims))
@@ -160,10 +197,20 @@ def _pairs(rest: str) -> list[list[int]]:
 
 
 def _shapes(text: str) -> list[str]:
-    return re.findall(rf"(?:{'|'.join(ITEM_BYTES)})\[[\d,]*\]", text)
+    return ARRAY.findall(text)
 
 
 def size(shape: str) -> int:
     """Bytes of an array whose shape is written so: f32[3,3,320,320]."""
-    dtype, _, dims = shape.rstrip("]").partition("[")
-    return ITEM_BYTES[dtype] * math.prod(int(n) for n in dims.split(",") if n)
+    return ITEM_BYTES[shape.partition("[")[0]] * math.prod(dims(shape))
+
+
+def bytes_of(shape: str) -> int:
+    """Bytes of an array, or of all those in a tuple."""
+    return sum(map(size, _shapes(shape)))
+
+
+def dims(shape: str) -> list[int]:
+    """The dimensions of an array; none of what is no array."""
+    match = re.match(r"\w+\[([\d,]*)\]", shape)
+    return [int(n) for n in match[1].split(",") if n] if match else []

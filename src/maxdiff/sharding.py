@@ -18,6 +18,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from maxdiff.models.attention import AttentionKernel
 from maxdiff.models.layers import Axes
 from maxdiff.models.network import Network, ParameterSpec, Params, unflatten
 from maxdiff.models.network import Path as ParameterPath
@@ -280,6 +281,20 @@ class Layout:
         """Give an activation its sharding; for `Compute.constrain`."""
         spec = activation_spec(x.shape, axes, self.rules, self.mesh)
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
+
+    def attend(self, kernel: AttentionKernel) -> AttentionKernel:
+        """The kernel on each device's own examples and heads; for `Compute.attention`.
+
+        The partitioner, which places all else, cannot split a Pallas kernel.
+        """
+
+        def attention(q: jax.Array, k: jax.Array, v: jax.Array, *, mask: Any = None, precision: Any = None) -> jax.Array:
+            assert mask is None
+            spec = activation_spec(q.shape, ("activation_batch", None, "activation_heads", None), self.rules, self.mesh)
+            local = functools.partial(kernel, precision=precision)
+            return jax.shard_map(local, mesh=self.mesh, in_specs=(spec, spec, spec), out_specs=spec, check_vma=False)(q, k, v)
+
+        return attention
 
     def gather(self, x: jax.Array, axes: Axes) -> jax.Array:
         """Bring a parameter's fsdp shards together where it is used; for `Compute.gather`.

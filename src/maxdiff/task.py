@@ -95,11 +95,21 @@ class Task:
         cost = flops.training(self.networks, self.trained, resolution, encoded=True).total
         return dataclasses.replace(self, constants={**self.constants, **jax.device_put(texts, whole)}, flops=cost)
 
+    def without_frozen(self) -> "Task":
+        """The task that is trained from what the frozen networks have encoded: they are gone, and their memory is free."""
+        jax.tree.map(lambda leaf: leaf.delete(), self.constants["frozen"])
+        return dataclasses.replace(self, constants={**self.constants, "frozen": {}})
+
     def with_latent_scale(self, factor: float) -> "Task":
         """The task whose autoencoder has this scaling_factor."""
         vae = self.networks["vae"]
         scaled = Network(vae.module, dataclasses.replace(vae.config, scaling_factor=factor))
         return dataclasses.replace(self, networks={**self.networks, "vae": scaled})
+
+
+def judges_images(config: Config) -> bool:
+    """Whether a run encodes or draws images though it is trained from what was encoded before."""
+    return bool(config.data.eval_data_dir or config.sampling.validation_prompts)
 
 
 def make_task(config: Config, layout: Layout, stored: Path | None, *, abstract: bool = False) -> Task:
@@ -178,11 +188,12 @@ def make_compute(config: Config, layout: Layout) -> Compute:
     # With a tensor axis the networks place their own collectives, see gradients.py.
     sharded = layout.mesh.shape.get("tensor", 1) > 1
     hooks = {"constrain": layout.constrain, "gather": layout.gather} if sharded else {}
+    # Of the mesh: when compiling ahead of time it is not JAX's default backend.
+    attention = kernel(model.attention, layout.mesh.devices.flat[0].platform)
     return Compute(
         dtype=jnp.dtype(model.activations_dtype),
         precision=jax.lax.Precision[model.precision],
-        # Of the mesh: when compiling ahead of time it is not JAX's default backend.
-        attention=kernel(model.attention, layout.mesh.devices.flat[0].platform),
+        attention=layout.attend(attention) if sharded else attention,
         remat=REMAT[model.remat],
         **hooks,
     )

@@ -1,6 +1,8 @@
 """TPU slices by name, and what a chip of each generation has.
 
-Figures are per chip, from https://docs.cloud.google.com/tpu/docs/v4, .../v5e, .../v5p, .../v6e and .../tpu7x.
+Figures are per chip, from https://docs.cloud.google.com/tpu/docs/v4, .../v5e, .../v5p, and .../v6e; of v5e's and v6e's data
+centre network a 256th of a pod's. What the pages do not have (v4's data centre network, the width of matrix units) is from
+https://jax-ml.github.io/scaling-book/tpus.
 """
 
 import dataclasses
@@ -19,20 +21,29 @@ class Generation:
         counted: what the number in a slice's name counts: "chips", or "cores" of which a chip has two.
         dims: of its topologies, 2 or 3.
         hbm: bytes of memory of a chip.
+        flops: FLOP/s in bfloat16, at the peak.
+        hbm_speed: bytes/s of memory.
+        ici_speed, dcn_speed: bytes/s that a chip sends over all its links to other chips, and to other slices.
+        matrix: rows and columns of a matrix unit.
         chip_config: how libtpu is to see a chip, where that is not its default: both cores as one device.
     """
 
     counted: str
     dims: int
     hbm: int
+    flops: float
+    hbm_speed: float
+    ici_speed: float
+    dcn_speed: float
+    matrix: int = 128
     chip_config: str = "default"
 
 
 GENERATIONS = {
-    "v4": Generation("cores", 3, 32 * GIB, "megacore"),
-    "v5e": Generation("chips", 2, 16 * GIB),
-    "v5p": Generation("cores", 3, 95 * GIB),
-    "v6e": Generation("chips", 2, 32 * GIB),
+    "v4": Generation("cores", 3, 32 * GIB, 275e12, 1.2288e12, 300e9, 6.25e9, chip_config="megacore"),
+    "v5e": Generation("chips", 2, 16 * GIB, 197e12, 0.819e12, 200e9, 3.125e9),
+    "v5p": Generation("cores", 3, 95 * GIB, 459e12, 2.765e12, 600e9, 6.25e9),
+    "v6e": Generation("chips", 2, 32 * GIB, 918e12, 1.64e12, 400e9, 12.5e9, 256),
 }
 # How else they are called.
 ALIASES = {"v5litepod": "v5e", "v5lite": "v5e", "v5": "v5p"}

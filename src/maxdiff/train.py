@@ -35,7 +35,7 @@ from maxdiff.rollback import REPORT, roll_back
 from maxdiff.sharding import Layout
 from maxdiff.state import TrainState, describe
 from maxdiff.stop import Signals
-from maxdiff.task import Task, make_task
+from maxdiff.task import Task, judges_images, make_task
 from maxdiff.watch import Watch
 from maxdiff.weights.tensors import write_atomically
 
@@ -139,6 +139,8 @@ def _train(config: Config, mirror: Mirror, signals: Signals, watch: Watch) -> Tr
                          peak_flops=peak_flops(mesh.devices.flat[0]), first=first, last=last)  # fmt: skip
         # A start before this one may have saved the step, and ended before it was judged.
         owes = is_due(config, first, last) and agree(not (writes and is_judged(config, first)))
+        if isinstance(source, EncodedSource) and not judges_images(config):
+            task = task.without_frozen()
         if first >= last:
             say(f"nothing is left to train: the run has made {first} of {last} steps")
             with logged as metrics, watch.busy("evaluation"):

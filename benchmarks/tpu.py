@@ -1,0 +1,161 @@
+"""What SD1.5, SD2 and SDXL need of TPU slices: bytes, collectives and an estimate of the time of a step, compiled on this CPU.
+
+    python benchmarks/tpu.py [--jobs 2] [NAME ...] > cases.jsonl      a case takes 5 to 10 minutes of a core, and up to 9 GB
+    python benchmarks/tpu.py --published [--jobs 2] > published.jsonl the steps whose times MaxDiffusion's authors published
+    python benchmarks/tpu.py --table cases.jsonl                      both as Markdown
+
+Each is train.py's own step with random weights, as `python -m maxdiff.aot` reports it, in a process of its own. Latents and
+texts come from a cache. A line of JSON a case, and a line of progress on stderr.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+GIB, MIB = 2**30, 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A step on some slices.
+
+    Attributes:
+        published: seconds that MaxDiffusion's README gives for it; 0 where it gives none.
+    """
+
+    model: str
+    resolution: int
+    batch: int
+    topology: str
+    slices: int
+    keys: tuple[str, ...]
+    published: float = 0.0
+
+    @property
+    def name(self) -> str:
+        times = f"{self.slices}x" if self.slices > 1 else ""
+        return f"{self.model}@{times}{self.topology}" + (f"/{self.batch}" if self.published else "")
+
+
+SHARDED, FSDP16, XL = "shard_optimizer=true", "ici_fsdp_parallelism=16", ("remat=full",)
+CASES = [
+    *(Case(model, 512, batch, topology, slices, keys) for model in ("sd15", "sd2") for batch, topology, slices, keys in (
+        (8, "v4-8", 1, (SHARDED,)), (4, "v5e-16", 1, (FSDP16,)), (32, "v5p-8", 1, ()), (16, "v5p-128", 1, (SHARDED,)),
+        (8, "v6e-256", 1, (SHARDED,)), (8, "v5p-128", 2, (SHARDED,)))),
+    Case("sdxl", 1024, 1, "v4-8", 1, ("ici_fsdp_parallelism=4", *XL)),
+    Case("sdxl", 1024, 1, "v5e-256", 1, (FSDP16, *XL)),
+    Case("sdxl", 1024, 8, "v5p-8", 1, ("ici_fsdp_parallelism=4", *XL)),
+    Case("sdxl", 1024, 4, "v5p-128", 1, ("ici_fsdp_parallelism=64",)),
+    Case("sdxl", 1024, 2, "v6e-256", 1, (FSDP16, *XL)),
+    Case("sdxl", 1024, 4, "v5p-128", 2, ("ici_fsdp_parallelism=64",)),
+]  # fmt: skip
+# SD2, 512 pixels, cached: https://github.com/AI-Hypercomputer/maxdiffusion. Of which slices it doesn't say: here small ones.
+PUBLISHED = [Case("sd2", 512, batch, topology, 1, ("use_ema=false",), seconds) for batch, topology, seconds in (
+    (32, "v5p-8", 0.370), (16, "v5p-8", 0.202), (2, "v5p-8", 0.065), (4, "v6e-4", 0.091))]  # fmt: skip
+
+
+def one(case: Case, level: str) -> dict[str, Any]:
+    """The report of a case, in this process."""
+    from train_step import configuration
+
+    from maxdiff import aot
+    from maxdiff.topologies import parse
+
+    topology = parse(case.topology, case.slices)
+    config = configuration(case.model, case.resolution, case.batch, ["cache_latents_text_encoder_outputs=true", *case.keys])
+    return aot.report(aot.prepare(config, topology.devices()), topology, level)
+
+
+def run(case: Case, level: str) -> dict[str, Any]:
+    """The same in another process; of one that fails the last line of what it said."""
+    from maxdiff.aot import WITHOUT_TPU
+
+    given = json.dumps([dataclasses.asdict(case), level])
+    done = subprocess.run([sys.executable, __file__, "--one", given], capture_output=True, text=True,
+                          env={**os.environ, **WITHOUT_TPU, "JAX_PLATFORMS": "cpu"})  # fmt: skip
+    found = json.loads(done.stdout) if done.returncode == 0 else {"failed": done.stderr.strip().splitlines()[-1:]}
+    return {**dataclasses.asdict(case), "name": case.name, **found}
+
+
+COLUMNS = ("model", "topology", "data x fsdp x tensor", "batch a chip", "keys", "fits, GiB", "weights", "average", "moments",
+           "activations", "collectives of a step, MiB sent by a chip", "estimate ms", "compile s")  # fmt: skip
+
+
+def row(found: dict[str, Any]) -> list[str]:
+    """The cells of a line of the table."""
+    size = lambda name: f"{found['bytes'][name] / GIB:.2f}" if found["bytes"].get(name) else ""
+    sent = found.get("collectives", {}).items()
+    estimate = found.get("estimate")
+    return [
+        found["model"],
+        found["topology"].replace(" slices", ""),
+        " x ".join(map(str, found["mesh"].values())),
+        str(found["per_device_batch"]),
+        " ".join(found["keys"]),
+        f"{'yes' if found['fits'] else '**no**'}, {found['needs'] / GIB:.1f} of {found['has'] / GIB:.1f}",
+        *map(size, ("parameters", "average", "moments", "activations")),
+        ", ".join(f"{name} {total['bytes'] / MIB:.0f}" for name, total in sent if total["bytes"] > MIB),
+        f"{1e3 * estimate['step_s']:.0f}" if estimate else "",
+        f"{found['compile_s']:.0f}",
+    ]
+
+
+def table(lines: Sequence[dict[str, Any]]) -> str:
+    """Markdown."""
+    if all(found["published"] for found in lines):
+        columns = ("topology", "batch a chip", "published s", "estimate s", "published / estimate")
+        steps = [found["estimate"]["step_s"] for found in lines]
+        ratios = [found["published"] / step for found, step in zip(lines, steps, strict=True)]
+        cells = [[found["topology"], str(found["batch"]), f"{found['published']:.3f}", f"{step:.3f}", f"{ratio:.2f}"]
+                 for found, step, ratio in zip(lines, steps, ratios, strict=True)]  # fmt: skip
+    else:
+        columns, cells = COLUMNS, [row(found) for found in lines]
+    return "\n".join(f"| {' | '.join(cell)} |" for cell in (columns, ["---"] * len(columns), *cells))
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command line; exit status 1 if a case failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="of cases, as sd15@v5e-16; all, if none is given")
+    parser.add_argument("--published", action="store_true")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--optimization", default="quick", choices=["quick", "full"])
+    parser.add_argument("--table", type=Path, metavar="FILE")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.one:
+        keys, level = json.loads(args.one)
+        print(json.dumps(one(Case(**keys), level)))
+        return 0
+    if args.table:
+        print(table([json.loads(line) for line in args.table.read_text().splitlines()]))
+        return 0
+    cases = PUBLISHED if args.published else CASES
+    if unknown := set(args.names) - {case.name for case in cases}:
+        parser.error(f"there is no case {min(unknown)} (allowed: {', '.join(case.name for case in cases)})")
+    wanted = [case for case in cases if not args.names or case.name in args.names]
+    failed, started = 0, time.monotonic()
+    with ThreadPoolExecutor(args.jobs) as pool:
+        running = [pool.submit(run, case, args.optimization) for case in wanted]
+        for number, done in enumerate(as_completed(running), 1):
+            found = done.result()
+            failed += "failed" in found
+            print(json.dumps(found), flush=True)
+            seconds = time.monotonic() - started
+            left = seconds / number * (len(wanted) - number)
+            print(f"{number} of {len(wanted)}: {found['name']}, {seconds:.0f} s, about {left:.0f} s left", file=sys.stderr)
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

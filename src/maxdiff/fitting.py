@@ -1,0 +1,93 @@
+"""Settings with which a step that needs too much memory would fit: predicted, the nearest first."""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+import jax
+
+from maxdiff.config import Config, flat, make_config
+
+# What is kept of an example for the backward pass, as a share of what remat=none keeps.
+KEPT = {"none": 1.0, "dots": 0.6, "full": 0.3}
+Changes = dict[str, Any]
+
+
+class Prepared(Protocol):
+    """What is asked of a step before it is compiled, see aot.Step."""
+
+    @property
+    def config(self) -> Config: ...
+    @property
+    def mesh(self) -> Any: ...
+    @property
+    def state(self) -> Any: ...
+    def held(self) -> dict[str, int]: ...
+
+
+def nearest(config: Config, needs: int, has: int, prepare: Callable[[Config], Prepared]) -> list[tuple[Changes, int]]:
+    """The smallest changes with which a step would fit, and what it would need; empty if there are none.
+
+    The more of per_device_batch_size is left the better; the optimizer step keeps its examples, by accumulation.
+
+    Args:
+        config: that of the step which needs `needs` bytes of a device.
+        has: bytes of a device.
+        prepare: makes the step of another configuration.
+    """
+    step = prepare(config)
+    an_example = (needs - sum(step.held().values()) - _working(step)) / _examples(config)
+    choices = _choices(config, step.mesh)
+    for count in range(1, len(choices) + 1):
+        fits = []
+        for keys in itertools.combinations(choices, count):
+            for values in itertools.product(*(choices[key] for key in keys)):
+                changes = {key: value for part in values for key, value in part.items()}
+                other = prepare(changed(config, changes))
+                predicted = sum(other.held().values()) + _working(other) + an_example * _examples(other.config)
+                if predicted <= has:
+                    fits.append((changes, round(predicted)))
+                    break
+        if fits:
+            return fits
+    return []
+
+
+def changed(config: Config, changes: Mapping[str, Any]) -> Config:
+    """The configuration with these keys."""
+    return make_config({**flat(config), **changes})
+
+
+def _choices(config: Config, mesh: Any) -> dict[str, list[Changes]]:
+    """What can be changed, each to what costs least first; a choice may take several keys."""
+    found: dict[str, list[Changes]] = {}
+    if mesh.shape["data"] > 1 and not config.optimizer.shard_optimizer:
+        found["shard_optimizer"] = [{"shard_optimizer": True}]
+    slices = len({getattr(device, "slice_index", 0) for device in mesh.devices.flat})
+    if (split := mesh.shape["data"] * mesh.shape["fsdp"] // slices) > mesh.shape["fsdp"]:
+        found["fsdp"] = [{"ici_fsdp_parallelism": split, "ici_data_parallelism": 1}]
+    if config.optimizer.moment_dtype == "float32":
+        found["moments"] = [{"moment_dtype": "bfloat16"}]
+    if config.model.remat != "full":
+        found["remat"] = [{"remat": "full"}]
+    found["batch"] = [{"per_device_batch_size": size, "global_batch_size": config.batch.global_batch_size}
+                      for size in _smaller(config.batch.per_device_batch_size)]  # fmt: skip
+    return {name: values for name, values in found.items() if values}
+
+
+def _smaller(size: int) -> Iterator[int]:
+    """The proper divisors, the greatest first: so the global batch can be accumulated."""
+    return (part for part in range(size // 2, 0, -1) if size % part == 0)
+
+
+def _examples(config: Config) -> float:
+    """Examples that a device takes at once, as activations go."""
+    return config.batch.per_device_batch_size * KEPT[config.model.remat]
+
+
+def _working(step: Prepared) -> int:
+    """Bytes of a step that do not go with the batch: float32 gradients, and the weights where they are gathered from others."""
+    leaves = jax.tree.leaves(step.state.params)
+    whole = sum(4 * math.prod(leaf.shape) for leaf in leaves)
+    return whole * (2 if step.mesh.shape["fsdp"] > 1 else 1)
