@@ -66,15 +66,19 @@ def compiled_programs(config: Config) -> Any:
         jax.config.update("jax_compilation_cache_dir", kept)
 
 
-def xla_flags(config: Config) -> str:
-    """What a command that is given this configuration finds set."""
-    found: list[str] = []
-    path = config.run.folder / "given.yml"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(write_config(config))
-    with mock.patch.dict("os.environ", XLA_FLAGS="--others"):
-        assert command.run("test", [str(path)], lambda _: found.append(os.environ["XLA_FLAGS"])) == 0
-    return found[0]
+def flags(variable: str) -> Callable[[Config], str]:
+    """What a command that is given the configuration finds set."""
+
+    def observe(config: Config) -> str:
+        found: list[str] = []
+        path = config.run.folder / "given.yml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(write_config(config))
+        with mock.patch.dict("os.environ", {variable: "--others"}):
+            assert command.run("test", [str(path)], lambda _: found.append(os.environ[variable])) == 0
+        return found[0]
+
+    return observe
 
 
 class One(nnx.Module):

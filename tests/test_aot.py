@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -25,6 +26,14 @@ SMALL = [
     "up_block_types: [UpDecoderBlock2D, UpDecoderBlock2D]}",
     "text_encoder={hidden_size: 64, intermediate_size: 64, num_hidden_layers: 1, num_attention_heads: 2}",
     "run_name=r", "resolution=64", "per_device_batch_size=4", "cache_latents_text_encoder_outputs=true",
+]  # fmt: skip
+
+
+# 16 x 16 latents: 256 queries, so that there is splash attention.
+TINY = [
+    "unet={sample_size: 16, block_out_channels: [128], layers_per_block: 1, cross_attention_dim: 64, attention_head_dim: 2, "
+    "down_block_types: [CrossAttnDownBlock2D], up_block_types: [CrossAttnUpBlock2D]}",
+    *SMALL[1:3], "run_name=r", "resolution=32", "per_device_batch_size=2", "cache_latents_text_encoder_outputs=true",
 ]  # fmt: skip
 
 
@@ -55,7 +64,7 @@ def test_other_names_are_errors(name: str, message: str):
 
 
 HLO = """
-HloModule jit_step
+HloModule jit_step, is_scheduled=true, num_partitions=4
 
 %body.1 (p.1: f32[8]) -> f32[8] {
   %all-reduce.1 = f32[8]{0} all-reduce(%x), replica_groups={{0,1},{2,3}}, to_apply=%sum.1
@@ -69,6 +78,8 @@ ENTRY %main.7 (a: f32[8]) -> f32[8] {
   %w = f32[8]{0} while(%a), condition=%c.1, body=%body.1, backend_config={"known_trip_count":{"n":"3"}}
   %g.1 = (bf16[2]{0}, bf16[8]{0}) all-gather-start(%a), replica_groups=[1,4]<=[2,2]T(1,0), dimensions={0}
   %g.2 = bf16[8]{0} all-gather-done(%g.1)
+  %o.1 = f32[8]{0} all-gather(%a), replica_groups=mesh['axis_0'=1,'axis_1'=2,'axis_2'=2], device_ids=([2,2]T(1,0)) {'axis_2'}, dimensions={0}
+  %n.1 = f32[8]{0} all-reduce(%a), replica_groups={}, to_apply=%sum.1
   %m.1 = f32[8]{0} all-reduce(%a), replica_groups=mesh['data'=2,'fsdp'=2] {'data'}, to_apply=%sum.1
   %f.1 = f32[2]{0} fusion(%a), kind=kCustom, calls=%all-reduce-scatter.5
   %s.1 = (f32[2,8]{1,0}, u32[], token[]) send(%b, %t), frontend_attributes={_xla_megascale_target="{1,2}x{0:3}",_xla_megascale_transfer_type="ALL_REDUCE"}
@@ -81,36 +92,134 @@ def test_collectives_are_read_from_hlo():
     """Bytes by hand: what a device sends in a ring."""
     found = hlo.totals(hlo.collectives(HLO, slice_of=lambda device: device // 2))
     assert found == {
-        "dcn all-gather": {"count": 1, "bytes": 8 * 2 * 3 / 4},
-        "dcn all-reduce": {"count": 2, "bytes": 16 * 4 + 32},
+        "dcn all-gather": {"count": 2, "bytes": 8 * 2 * 3 / 4 + 16},
+        "dcn all-reduce": {"count": 3, "bytes": 16 * 4 + 32 + 2 * 24},
         "dcn collective-permute": {"count": 1, "bytes": 16},
         "dcn reduce-scatter": {"count": 1, "bytes": 2 * 4 * 3},
         "ici all-reduce": {"count": 3, "bytes": 3 * 32},
     }
-    assert hlo.totals(hlo.collectives(HLO))["ici all-gather"] == {"count": 1, "bytes": 12}
+    assert hlo.totals(hlo.collectives(HLO))["ici all-gather"] == {"count": 2, "bytes": 12 + 16}
 
 
-def test_a_step_for_a_slice_fits_and_sends_what_fsdp_needs():
+def test_a_step_for_a_slice_is_reported():
     done = aot("topology=v5e-4", "ici_fsdp_parallelism=4", "--json")
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     found: dict[str, Any] = json.loads(done.stdout)
     assert found["fits"]
     assert (found["chips"], found["mesh"], found["global_batch"]) == (4, {"data": 1, "fsdp": 4, "tensor": 1}, 16)
-    assert {name.split()[0] for name in found["collectives"]} == {"ici"}
-    assert {name.split()[1] for name in found["collectives"]} == {"all-gather", "reduce-scatter", "all-reduce"}
-    # What the step is called with is the state, the batch, and of the constants the texts of the empty caption alone.
+    # What the step is called with is the state, the batch, and the texts of the empty caption.
     state = sum(found["bytes"][name] for name in ("parameters", "average", "moments", "batch"))
     assert found["bytes"]["arguments"] == pytest.approx(state, rel=0.01)
     assert found["bytes"]["peak"] > found["bytes"]["arguments"]
-    assert any(line.startswith("it FITS: ") for line in describe(found))
+    assert 0 < found["estimate"]["mfu"] < 1
+    assert found["estimate"]["step_s"] == pytest.approx(sum(found["estimate"]["parts_s"].values()))
+    lines = describe(found)
+    assert any(line.startswith("it FITS: ") for line in lines)
+    assert any("ms a step by rooflines, an ESTIMATE: " in line for line in lines)
+
+
+# Reports a step on several meshes, and how many numbers of its parameters are split over chips, and are not.
+MESHES = """
+import json, sys
+import jax
+from maxdiff.aot import prepare, report
+from maxdiff.config import load_config
+from maxdiff.topologies import parse
+
+jax.config.update("jax_platforms", "cpu")
+for topology, slices, *keys in json.loads(sys.argv[2]):
+    on = parse(topology, slices)
+    step = prepare(load_config(sys.argv[1], [*json.loads(sys.argv[3]), *keys]), on.devices())
+    leaves = jax.tree.leaves(step.state.params)
+    whole = [leaf.sharding.is_fully_replicated for leaf in leaves]
+    sizes = [leaf.size for leaf in leaves]
+    counts = {"split": sum(s for s, w in zip(sizes, whole) if not w), "whole": sum(s for s, w in zip(sizes, whole) if w)}
+    print(json.dumps({**report(step, on, "quick"), **counts}), flush=True)
+"""
+CASES = {
+    "data": ("v5e-4", 1),
+    "fsdp over a whole slice": ("v5e-16", 1, "ici_fsdp_parallelism=16"),
+    "fsdp and data": ("v5e-16", 1, "ici_fsdp_parallelism=4"),
+    "the optimizer split over data": ("v5e-16", 1, "shard_optimizer=true"),
+    "tensor": ("v5e-4", 1, "ici_tensor_parallelism=2"),
+    "slices": ("v5e-4", 2),
+}
+
+
+@pytest.fixture(scope="module")
+def meshes() -> dict[str, dict[str, Any]]:
+    """The report of each of CASES."""
+    base = str(ROOT / "configs" / "base.yml")
+    command = [sys.executable, "-c", MESHES, base, json.dumps([*CASES.values()]), json.dumps(TINY)]
+    environment = {**os.environ, **WITHOUT_TPU, "XLA_FLAGS": "", "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
+    return dict(zip(CASES, map(json.loads, done.stdout.splitlines()), strict=True))
+
+
+def sent(found: dict[str, Any]) -> dict[str, float]:
+    """Bytes by network and kind; what is less than a thousandth of all is left out."""
+    total = sum(one["bytes"] for one in found["collectives"].values())
+    return {name: one["bytes"] for name, one in found["collectives"].items() if one["bytes"] > 1e-3 * total}
+
+
+# What a chip sends, by hand: of gradients 4 bytes a number, of gathered weights 2. On TPUs parts are filled up to whole tiles,
+# and XLA sums the smallest of all kernels whole, in one operation.
+SMALLEST = 0.12
+
+
+def test_data_sums_gradients_and_sends_no_more(meshes: dict[str, dict[str, Any]]):
+    found = meshes["data"]
+    assert sent(found) == {"ici all-reduce": pytest.approx(2 * 3 / 4 * 4 * found["whole"], rel=0.01)}
+
+
+@pytest.mark.parametrize(("case", "chips"), [("fsdp over a whole slice", 16), ("fsdp and data", 4)])
+def test_fsdp_gathers_weights_and_scatters_gradients(meshes: dict[str, dict[str, Any]], case: str, chips: int):
+    found = meshes[case]
+    bytes_, share = sent(found), (chips - 1) / chips
+    scattered = share * 4 * found["split"]
+    assert bytes_.pop("ici all-gather") == pytest.approx(share * 2 * found["split"], rel=0.02)
+    assert bytes_.pop("ici reduce-scatter") == pytest.approx(scattered, rel=0.1)
+    # Of what is split no gradient is summed whole: over data its parts are.
+    parts = 2 * 3 / 4 * 4 * found["split"] / chips if case == "fsdp and data" else 0
+    whole = 2 * share * 4 * found["whole"]
+    assert bytes_.pop("ici all-reduce") == pytest.approx(parts + whole, abs=SMALLEST * scattered)
+    bytes_.pop("ici collective-permute", None)  # where two parts share a tile
+    assert not bytes_
+
+
+def test_a_split_optimizer_scatters_gradients_and_gathers_parameters(meshes: dict[str, dict[str, Any]]):
+    found = meshes["the optimizer split over data"]
+    bytes_, once = sent(found), 15 / 16 * 4 * found["whole"]
+    assert bytes_["ici reduce-scatter"] == pytest.approx(once, rel=0.1)
+    assert bytes_["ici all-gather"] == pytest.approx(once, rel=0.25)
+    assert bytes_.get("ici all-reduce", 0) < SMALLEST * once
+
+
+def test_tensor_sums_activations_and_gathers_none(meshes: dict[str, dict[str, Any]]):
+    bytes_ = sent(meshes["tensor"])
+    assert bytes_.pop("ici all-reduce") > 10 * sum(bytes_.values())
+    assert not [name for name in bytes_ if name.startswith("dcn")]
+
+
+def test_slices_send_their_sums_to_each_other(meshes: dict[str, dict[str, Any]]):
+    found = meshes["slices"]
+    bytes_ = sent(found)
+    between = sum(size for name, size in bytes_.items() if name.startswith("dcn"))
+    # The chips of a slice share the sum of all its gradients, and each exchanges its quarter.
+    assert between == pytest.approx(2 * 1 / 2 * 4 * found["whole"] / 4, rel=0.2)
+    assert {name.split()[1] for name in bytes_} <= {"all-reduce", "reduce-scatter", "all-gather"}
 
 
 def test_a_step_that_does_not_fit_says_by_how_much():
-    done = aot("topology=v5e-1", "per_device_batch_size=4096", "resolution=512", "ici_data_parallelism=1")
+    done = aot(*TINY, "topology=v5e-1", "per_device_batch_size=65536")
     assert done.returncode == 1, done.stderr
     assert "it does NOT fit: " in done.stdout
     assert " GiB more than the 15.75 GiB there are" in done.stdout
+    # What would fit is compiled too.
+    assert re.search(r"would fit, as predicted: .*per_device_batch_size=\d+ global_batch_size=65536 \(", done.stdout)
+    assert "    it FITS: " in done.stdout
 
 
 @pytest.mark.parametrize(("argument", "message"), [
@@ -163,4 +272,9 @@ def test_it_is_the_step_of_a_run_and_needs_no_weights(one_level: Path, tmp_path:
     batch = inputs.abstract_batch(inputs.make_plan(config), list(task.tokenizers.values()), build.batch_sharding(layout.mesh))
     expected = step.lower(state, task.constants, batch, build.run_key(config, layout.mesh)).as_text()
     without = load_config(ROOT / "configs" / "base.yml", [*keys, f"pretrained_model_name_or_path={tmp_path}/pipeline"])
-    assert prepare(without, jax.devices()).lower().as_text() == expected
+    lowered = prepare(without, jax.devices()).lower()
+    assert lowered.as_text() == expected
+    # No array is part of the program, and its state comes as it goes: a second step compiles nothing.
+    assert max(map(len, expected.splitlines())) < 2**20
+    compiled = lowered.compile()
+    assert compiled.output_shardings[0] == compiled.input_shardings[0][0]

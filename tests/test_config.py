@@ -22,7 +22,7 @@ def test_base_documents_every_key_with_its_default():
             assert re.search(rf"^{key}:.*# .+", text, re.MULTILINE), key
 
 
-@pytest.mark.parametrize("file", [f for f in os.listdir(CONFIGS) if f != "base.yml"])
+@pytest.mark.parametrize("file", [f for f in os.listdir(CONFIGS) if f.endswith(".yml") and f != "base.yml"])
 def test_small_files_name_base_and_load(file: str):
     config = load_config(CONFIGS / file)
     assert config.model.pretrained_model_name_or_path or config.model.new
@@ -62,6 +62,23 @@ def test_overrides_are_yaml_and_strings_need_no_quotes():
     assert config.optimizer.learning_rate == 1e-4
     assert config.mesh.mesh_axes == ("data", "fsdp")
     assert config.objective.timestep_bias == {"strategy": "later", "portion": 0.5}
+
+
+def test_files_and_keys_count_from_left_to_right(tmp_path: Path):
+    chips = tmp_path / "chips.yml"
+    chips.write_text("per_device_batch_size: 8\nshard_optimizer: true\n")
+    batch = load_config(CONFIGS / "base15.yml", ["per_device_batch_size=2", str(chips)]).batch
+    assert batch.per_device_batch_size == 8
+    config = load_config(CONFIGS / "base15.yml", [str(chips), "per_device_batch_size=2"])
+    assert (config.batch.per_device_batch_size, config.optimizer.shard_optimizer, config.data.resolution) == (2, True, 512)
+    with pytest.raises(FileNotFoundError, match="there is no configuration none.yml"):
+        load_config(CONFIGS / "base15.yml", ["none.yml"])
+
+
+@pytest.mark.parametrize("file", sorted((CONFIGS / "tpu").glob("*.yml")), ids=lambda file: file.stem)
+def test_configurations_of_slices_load(file: Path):
+    config = load_config(CONFIGS / "base15.yml", [str(file)])
+    assert config.batch.per_device_batch_size > 1
 
 
 def test_the_resolved_configuration_reads_back(tmp_path: Path):

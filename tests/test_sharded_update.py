@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxdiff import torus
 from maxdiff.gradients import gradient_function
 from maxdiff.models.network import flatten, unflatten
 from maxdiff.optim import make_optimizer
@@ -58,6 +59,20 @@ def test_training_is_the_same_with_moments_and_average_split_over_data(sizes):
     if sizes == (8, 1, 1):
         assert per_device(state.ema) >= share
         check_collectives(hlo, layout)
+
+
+@pytest.mark.parametrize("sizes", [(8, 1, 1), (4, 2, 1)])
+def test_tpus_send_in_their_own_form_and_get_the_same(sizes, monkeypatch: pytest.MonkeyPatch):
+    layout = layout_of(*sizes)
+    plain, _, _ = train(layout, sharded=True)
+    monkeypatch.setattr(torus, "on_tpu", lambda _: True)
+    backwards = lambda mesh, axis: torus.Route([*range(mesh.shape[axis])][::-1], [[[*range(mesh.shape[axis])][::-1]]])
+    monkeypatch.setattr(torus, "route", lambda mesh, axis: backwards(mesh, axis) if mesh.shape[axis] == 8 else torus.Route(
+        [*range(mesh.shape[axis])], [None]))  # fmt: skip
+    losses, _, hlo = train(layout, sharded=True)
+    np.testing.assert_allclose(losses, plain, rtol=1e-6)
+    assert moved(hlo, "reduce-scatter")
+    assert all(shape[-2:] == (8, 128) for shape in moved(hlo, "reduce-scatter"))
 
 
 def per_device(tree) -> int:

@@ -70,4 +70,9 @@ def make_deterministic() -> None:
 
     XLA then uses no operation whose sums come in an order of chance, and chooses kernels by rule, not by timing them.
     """
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_deterministic_ops=true".strip()
+    add_flags("XLA_FLAGS", "--xla_gpu_deterministic_ops=true")
+
+
+def add_flags(variable: str, flags: str) -> None:
+    """Add to the flags in an environment variable; before JAX is first asked for devices, or they do nothing."""
+    os.environ[variable] = f"{os.environ.get(variable, '')} {flags}".strip()

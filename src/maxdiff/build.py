@@ -38,7 +38,7 @@ from maxdiff.watch import Watch
 COMPILED_AT_ONCE = 4
 # Keys of where and on what a run goes on, which may be others each time.
 HERE = {"output_dir", "jax_cache_dir", "resume_from", "skip_jax_distributed_system", "coordinator_address", "num_processes",
-        "process_id"}  # fmt: skip
+        "process_id", "libtpu_init_args"}  # fmt: skip
 # Keys that say what its networks and its state are.
 STORED = {field.name for field in dataclasses.fields(SECTIONS["model"])} | {"optimizer", "moment_dtype", "use_ema"}
 STORED -= {"activations_dtype", "precision", "attention", "remat"}

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from maxdiff import bucket
-from maxdiff.accelerators import make_deterministic
+from maxdiff.accelerators import add_flags, make_deterministic
 from maxdiff.config import Config, load_config, write_config
 from maxdiff.stop import Stopped
 
@@ -20,7 +20,7 @@ class Lost(OSError):
 
 
 def run(program: str, argv: Sequence[str], action: Callable[[Config], object]) -> int:
-    """Do `action` with the configuration that the arguments give: `CONFIG.yml [key=value ...]`.
+    """Do `action` with the configuration that the arguments give: `CONFIG.yml [OTHER.yml ...] [key=value ...]`.
 
     `--help` prints every key, and `--print-config` the resolved configuration; neither does anything else.
 
@@ -30,7 +30,7 @@ def run(program: str, argv: Sequence[str], action: Callable[[Config], object]) -
     """
     arguments = [argument for argument in argv if not argument.startswith("-")]
     options = [argument for argument in argv if argument.startswith("-")]
-    usage = f"usage: {program} CONFIG.yml [key=value ...] [--print-config] [--help]"
+    usage = f"usage: {program} CONFIG.yml [OTHER.yml ...] [key=value ...] [--print-config] [--help]"
     if "--help" in options or "-h" in options or not argv:
         print(f"{usage}\n\nThe keys, with their defaults:\n\n{BASE.read_text(encoding='utf-8') if BASE.is_file() else ''}")
         return 0
@@ -45,6 +45,8 @@ def run(program: str, argv: Sequence[str], action: Callable[[Config], object]) -
         else:
             if config.run.deterministic:
                 make_deterministic()
+            if config.run.libtpu_init_args:
+                add_flags("LIBTPU_INIT_ARGS", config.run.libtpu_init_args)
             action(config)
     except MISTAKES as error:
         return tell_mistake(program, error)

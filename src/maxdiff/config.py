@@ -29,6 +29,7 @@ class Run:
     seed: int = 0
     jax_cache_dir: str = ""
     deterministic: bool = False
+    libtpu_init_args: str = ""
     resume_from: str = ""
     skip_jax_distributed_system: bool = False
     coordinator_address: str = ""
@@ -415,7 +416,7 @@ PATHS = ("output_dir", "jax_cache_dir", "train_data_dir", "data_mix", "eval_data
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read a YAML file, the file that its `base` names before it, and overrides after it.
+    """Read a YAML file, the file that its `base` names before it, and overrides after it: key=value, or other YAML files.
 
     Raises:
         FileNotFoundError: if a file is missing.
@@ -423,6 +424,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """
     values = _read(Path(path))
     for override in overrides:
+        if override.endswith((".yml", ".yaml")) and "=" not in override:
+            values |= _read(Path(override))
+            continue
         key, equals, text = override.partition("=")
         if not equals:
             raise ValueError(f"{override!r} is not of the form key=value")

@@ -18,7 +18,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxdiff.models.network import Params
-from maxdiff.scatter import psum_scatter
+from maxdiff.torus import psum_scatter
 
 Batch = dict[str, jax.Array]
 Losses = Callable[[Params, Any, Batch], jax.Array]

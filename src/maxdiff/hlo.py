@@ -19,6 +19,9 @@ SENT: dict[str, Callable[[int], float]] = {
 # `  %name = shape opcode(operands), attributes`; a shape may be a tuple.
 INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = (\(.*?\)|\S+) ([\w-]+)\((.*)$")
 ARRAY = re.compile(rf"(?:{'|'.join(ITEM_BYTES)})\[[\d,]*\]")
+MESH_GROUPS = re.compile(
+    r"replica_groups=mesh\[((?:'\w+'=\d+,?)+)(?:\], device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\)|\]) \{((?:'\w+',?)+)\}"
+)
 COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\) -> .* \{$")
 
 
@@ -59,7 +62,7 @@ def collectives(text: str, slice_of: Callable[[int], int] = lambda _: 0) -> list
             kind = kind_of(line)
             if kind:
                 source = line.rest if kind[1] is None else _inner(program, kind[1])
-                found.append(_collective(kind[0], line.shape, source, slice_of, times, line.opcode))
+                found.append(_collective(kind[0], line, source, program.devices, slice_of, times))
     return found
 
 
@@ -92,10 +95,11 @@ class Line:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A compiled module: its computations by name, and the one that it begins with."""
+    """A compiled module: its computations by name, the one that it begins with, and for how many devices it is."""
 
     computations: dict[str, list[Line]]
     entry: str
+    devices: int
 
     def walk(self, *, into_fusions: bool = True) -> Iterator[tuple[list[Line], int]]:
         """The instructions of each computation that runs, and how often a step runs it."""
@@ -131,7 +135,8 @@ def parse(text: str) -> Program:
             entry = match[2] if match[1] else entry
         elif match := INSTRUCTION.match(written):
             lines.append(Line(*match.groups()))
-    return Program(computations, entry)
+    counts = re.search(r"num_partitions=(\d+)", text.partition("\n\n")[0])
+    return Program(computations, entry, int(counts[1]) if counts else 1)
 
 
 def kind_of(line: Line) -> tuple[str, str | None] | None:
@@ -148,11 +153,11 @@ def _inner(program: Program, name: str) -> str:
     return next(line.rest for line in program.computations[name] if line.opcode.startswith("all-reduce"))
 
 
-def _collective(kind: str, shape: str, rest: str, slice_of: Callable[[int], int], times: int, opcode: str) -> Collective:
-    shapes = _shapes(shape)
-    if opcode.endswith("-start") and kind != "all-reduce":
+def _collective(kind: str, line: Line, rest: str, devices: int, slice_of: Callable[[int], int], times: int) -> Collective:
+    shapes = _shapes(line.shape)
+    if line.opcode.endswith("-start") and kind != "all-reduce":
         shapes = shapes[len(shapes) // 2 :] if kind == "all-gather" else shapes[1:2]  # before them stand the operands
-    groups = _groups(rest)
+    groups = _groups(rest, devices)
     group = len(groups[0]) if groups else 2  # of a permute: sender and receiver
     pairs = groups or _pairs(rest)
     across = any(len({slice_of(device) for device in devices}) > 1 for devices in pairs)
@@ -170,25 +175,34 @@ def _between_slices(shape: str, rest: str, times: int) -> Collective:
     return Collective(kind, tuple(shapes), group, True, times, times * sent * sum(map(size, shapes)))
 
 
-def _groups(rest: str) -> list[list[int]]:
-    """The devices that take part together."""
+def _groups(rest: str, devices: int) -> list[list[int]]:
+    """The devices that take part together; none of what has pairs instead."""
+    if "replica_groups={}" in rest:
+        return [[*range(devices)]]
     if match := re.search(r"replica_groups=\{(\{.*?\})\}", rest):
         return [[int(n) for n in inner.split(",") if n] for inner in re.findall(r"\{([\d,]*)\}", match[1])]
-    if match := re.search(r"replica_groups=mesh\[((?:'\w+'=\d+,?)+)\] \{((?:'\w+',?)+)\}", rest):
+    if match := MESH_GROUPS.search(rest):
         # Along some axes of a mesh: mesh['data'=2,'fsdp'=4] {'fsdp'}.
         mesh = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", match[1])}
-        axes = [[*mesh].index(name) for name in re.findall(r"'(\w+)'", match[2])]
+        axes = [[*mesh].index(name) for name in re.findall(r"'(\w+)'", match[4])]
         count = math.prod([*mesh.values()][axis] for axis in axes)
-        places = np.arange(math.prod(mesh.values())).reshape(*mesh.values())
-        return np.moveaxis(places, axes, range(-len(axes), 0)).reshape(-1, count).tolist()
+        ids = _iota(match[2], match[3]) if match[2] else np.arange(math.prod(mesh.values()))
+        return np.moveaxis(ids.reshape([*mesh.values()]), axes, range(-len(axes), 0)).reshape(-1, count).tolist()
     match = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", rest)
     if not match:
         if "replica_groups=" in rest:
-            raise ValueError(f"the replica groups of this collective are of an unknown form: {rest[:400]}")
+            said = rest[rest.index("replica_groups=") :][:200]
+            raise ValueError(f"the devices of a collective are written in an unknown form: {said}")
         return []
-    sizes, dims = ([int(n) for n in match[i].split(",")] for i in (1, 2))
-    order = [int(n) for n in match[3].split(",")] if match[3] else range(len(dims))
-    return np.arange(math.prod(dims)).reshape(dims).transpose(order).reshape(sizes).tolist()
+    return _iota(match[2], match[3]).reshape([int(n) for n in match[1].split(",")]).tolist()
+
+
+def _iota(dims: str, order: str | None) -> np.ndarray:
+    """[2,3]T(1,0): the numbers 0 to 5 in two rows of three, transposed."""
+    sizes = [int(n) for n in dims.split(",")]
+    return (
+        np.arange(math.prod(sizes)).reshape(sizes).transpose([int(n) for n in order.split(",")] if order else range(len(sizes)))
+    )
 
 
 def _pairs(rest: str) -> list[list[int]]:

@@ -72,7 +72,7 @@ def seconds(found: list[Work], sums: Mapping[str, Mapping[str, float]], chip: Ge
     Returns:
         Seconds of "matmul", "attention", "other", "ici" and "dcn".
     """
-    taken = dict.fromkeys(("matmul", "attention", "other", "ici", "dcn"), 0.0)
+    taken: dict[str, float] = dict.fromkeys(("matmul", "attention", "other", "ici", "dcn"), 0.0)
     for one in found:
         taken[one.kind] += one.times * max(one.flops / chip.flops, one.moved / chip.hbm_speed)
     for name, total in sums.items():

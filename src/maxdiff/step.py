@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.sharding import PartitionSpec
 
+from maxdiff import torus
 from maxdiff.gradients import Batch, GradientFunction
 from maxdiff.health import Guard, after_batch, is_good
 from maxdiff.models.network import Params
@@ -40,6 +42,24 @@ class ShardedUpdate:
 
     stored: Params
     updates: Params
+
+    def gather(self, params: Params) -> Params:
+        """From `updates` to `stored`."""
+        mesh = jax.tree.leaves(self.stored)[0].mesh
+        if not torus.on_tpu(mesh):
+            return lax.with_sharding_constraint(params, self.stored)
+        of = lambda shardings: jax.tree.map(lambda sharding: sharding.spec, shardings)
+
+        def whole(p: jax.Array, stored: PartitionSpec, updates: PartitionSpec) -> jax.Array:
+            dims = [dim for dim, entry in enumerate(updates) if "data" in _axes(entry) and updates != stored]
+            return torus.all_gather(p, mesh, "data", dims[0]) if dims else p
+
+        local = lambda params: jax.tree.map(whole, params, of(self.stored), of(self.updates))
+        return jax.shard_map(local, mesh=mesh, in_specs=(of(self.updates),), out_specs=of(self.stored), check_vma=False)(params)
+
+
+def _axes(entry: Any) -> tuple[str, ...]:
+    return (entry,) if isinstance(entry, str) else entry or ()
 
 
 def make_train_step(
@@ -76,7 +96,7 @@ def make_train_step(
             average = choose(update_ema(average, params, ema_decay(step, ema.decay, ema.warmup, ema.start_step)), average)
         if sharded is not None:
             # Chosen first, then gathered: else the old ones would be gathered too.
-            params = lax.with_sharding_constraint(lax.with_sharding_constraint(params, sharded.updates), sharded.stored)
+            params = sharded.gather(lax.with_sharding_constraint(params, sharded.updates))
         health = after_batch(state.health, guard or Guard(), loss, good)
         metrics = {"loss": loss, "grad_norm": norm, "skipped_steps": health.skipped, "bad_batch": health.bad_batch}
         return TrainState(step, params, average, choose(opt_state, state.opt_state), health), metrics

@@ -4,6 +4,7 @@ import re
 import shutil
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -13,7 +14,7 @@ from maxdiff.data import encode as encoding
 from maxdiff.data.encoded import EncodedSource, shard_name
 from maxdiff.data.examples import BadExample
 from maxdiff.metrics import read_metrics
-from maxdiff.task import make_task
+from maxdiff.task import Task, make_task
 from maxdiff.train import train
 from tests.test_keys import write_tar
 from tests.test_runs import TINY_TEXT, TINY_UNET, TINY_VAE
@@ -64,12 +65,16 @@ def losses(folder: Path) -> list[float]:
     return [record["loss"] for record in read_metrics(folder / "r") if "loss" in record]
 
 
-def test_training_is_that_from_images(tar: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+def test_training_is_that_from_images(tar: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch):
     """The same examples, mirrored or not, noise, timesteps and dropped captions; also by a run that goes over to it."""
     train(configuration(tar, tmp_path / "images"))
     train(configuration(tar, tmp_path / "cached", "cache_latents_text_encoder_outputs=true", "max_train_steps=3"))
     capsys.readouterr()
+    tasks, without = [], Task.without_frozen
+    monkeypatch.setattr(Task, "without_frozen", lambda task: tasks.append(task) or without(task))
     train(configuration(tmp_path / "cached" / "r" / "encoded", tmp_path / "cached"))
+    (task,) = tasks
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(task.constants["frozen"]))
     said = capsys.readouterr().out
     assert "going on from step 3" in said
     assert "the training data have changed" not in said

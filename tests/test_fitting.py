@@ -1,0 +1,62 @@
+"""Settings with which a step would fit, for steps that are made up."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from maxdiff import fitting
+from maxdiff.config import Config, make_config
+
+PARAMETERS = 1000
+WEIGHTS = 4 * PARAMETERS
+
+
+def prepare(config: Config) -> SimpleNamespace:
+    """On 8 devices: weights, average and two moments of 4 bytes a number; no batch."""
+    mesh, optimizer = config.mesh, config.optimizer
+    fsdp = mesh.ici_fsdp_parallelism
+    shape = {"data": 8 // fsdp, "fsdp": fsdp, "tensor": 1}
+    moments = 2 * WEIGHTS // (2 if optimizer.moment_dtype == "bfloat16" else 1)
+    split = 8 if optimizer.shard_optimizer else fsdp
+    held = {"parameters": WEIGHTS // fsdp, "others": (WEIGHTS + moments) // split}
+    devices = SimpleNamespace(flat=[object()] * 8)
+    state = SimpleNamespace(params={"kernel": jax.ShapeDtypeStruct((PARAMETERS,), jnp.float32)})
+    return SimpleNamespace(config=config, mesh=SimpleNamespace(shape=shape, devices=devices), state=state, held=lambda: held)
+
+
+def nearest(has: int, an_example: int = 3000, **keys) -> list[dict]:
+    config = make_config({"per_device_batch_size": 8, "global_batch_size": 64, **keys})
+    step = prepare(config)
+    needs = sum(step.held().values()) + WEIGHTS + 8 * an_example
+    found = fitting.nearest(config, needs, has, prepare)
+    assert all(predicted <= has for _, predicted in found)
+    return [changes for changes, _ in found]
+
+
+def test_one_change_is_nearer_than_two():
+    # 16 kB of state, 4 kB of gradients, 24 kB of activations.
+    assert nearest(40_000) == [
+        {"shard_optimizer": True}, {"ici_fsdp_parallelism": 8, "ici_data_parallelism": 1}, {"moment_dtype": "bfloat16"},
+        {"remat": "full"}, {"per_device_batch_size": 4, "global_batch_size": 64},
+    ]  # fmt: skip
+    assert nearest(28_000) == [{"remat": "full"}, {"per_device_batch_size": 2, "global_batch_size": 64}]
+
+
+def test_two_changes_where_one_is_not_enough():
+    found = nearest(17_000)
+    assert {"shard_optimizer": True, "remat": "full"} in found
+    assert {"shard_optimizer": True, "per_device_batch_size": 2, "global_batch_size": 64} in found
+    assert all(len({*changes} - {"global_batch_size", "ici_data_parallelism"}) == 2 for changes in found)
+
+
+def test_what_is_so_already_is_no_change():
+    found = nearest(28_000, remat="full", shard_optimizer=True, moment_dtype="bfloat16", an_example=10_000)
+    assert found == [{"per_device_batch_size": 1, "global_batch_size": 64}]
+
+
+def test_nothing_may_help():
+    assert nearest(4_000) == []
+    with pytest.raises(ValueError, match="remat='some'"):
+        fitting.changed(make_config({}), {"remat": "some"})

@@ -1,0 +1,60 @@
+"""Sums of which each device keeps a part, and gathers, along a torus that is made up: the numbers of plain ones."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+
+from maxdiff.torus import all_gather, gather_along, psum_scatter, route, scatter_along
+
+
+class Torus:
+    """Stands for a mesh of TPUs."""
+
+    def __init__(self, shape: tuple[int, ...], sizes: dict[str, int], order: list[int] | None = None):
+        count = int(np.prod(shape))
+        coords = [tuple(int(i) for i in np.unravel_index(n, shape)) for n in range(count)]
+        devices = [SimpleNamespace(coords=coords[n], platform="tpu") for n in order or range(count)]
+        self.devices = np.array(devices, object).reshape(tuple(sizes.values()))
+        self.axis_names, self.shape = tuple(sizes), sizes
+
+
+@pytest.mark.parametrize(("torus", "expected"), [
+    (Torus((4, 2), {"fsdp": 8}), [[[0, 2, 4, 6], [1, 3, 5, 7]], [[0, 1], [2, 3], [4, 5], [6, 7]]]),
+    (Torus((2, 2), {"fsdp": 4}, [0, 1, 3, 2]), [[[0, 3], [1, 2]], [[0, 1], [3, 2]]]),
+    (Torus((8,), {"fsdp": 8}), [None]),  # one axis of the torus
+    (Torus((4, 2), {"data": 2, "fsdp": 4}), [None]),  # a part of the slice
+])  # fmt: skip
+def test_a_sum_over_a_slice_goes_along_one_axis_of_the_torus_after_another(torus: Torus, expected: list):
+    assert route(torus, "fsdp").groups == expected
+
+
+def on_devices(function, x: jax.Array, given: PartitionSpec, gives: PartitionSpec) -> np.ndarray:
+    mesh = Mesh(np.array(jax.devices()), ("fsdp",))
+    run = jax.shard_map(function, mesh=mesh, in_specs=given, out_specs=gives, check_vma=False)
+    return np.asarray(jax.jit(run)(x))
+
+
+@pytest.mark.parametrize("order", [None, [0, 1, 3, 2, 6, 7, 5, 4]])
+@pytest.mark.parametrize(("shape", "dim"), [((3, 3, 5, 16), 3), ((24, 7), 0), ((2, 64, 40), 1)])
+def test_each_device_gets_its_own_part_and_all_get_the_whole(shape: tuple[int, ...], dim: int, order: list[int] | None):
+    own, split, cpus = (
+        PartitionSpec("fsdp"),
+        PartitionSpec(*[None] * dim, "fsdp"),
+        SimpleNamespace(devices=np.array(jax.devices())),
+    )
+    x = jax.random.normal(jax.random.key(0), (8, *shape))  # one for each device
+    total = on_devices(lambda x: psum_scatter(x[0], cpus, "fsdp", dim), x, own, split)
+    np.testing.assert_allclose(total, x.sum(0), rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(on_devices(lambda x: all_gather(x, cpus, "fsdp", dim), x[0], split, PartitionSpec()), x[0])
+    for torus in (Torus((2, 2, 2), {"fsdp": 8}, order), Torus((4, 2), {"fsdp": 8}, order), Torus((8,), {"fsdp": 8}, order)):
+        way = route(torus, "fsdp")
+        ours = on_devices(lambda x, way=way: scatter_along(x[0], "fsdp", dim, way), x, own, split)
+        np.testing.assert_allclose(ours, total, rtol=1e-6, atol=1e-6)
+        for dtype in (jnp.float32, jnp.bfloat16):
+            given = x[0].astype(dtype)
+            ours = on_devices(lambda x, way=way: gather_along(x, "fsdp", dim, way), given, split, PartitionSpec())
+            np.testing.assert_array_equal(ours, given)
