@@ -68,6 +68,9 @@ def combinations(overrides: Sequence[str]) -> list[list[str]]:
     """
     values: dict[str, list[str]] = {}
     for override in overrides:
+        if override.endswith((".yml", ".yaml")) and "=" not in override:
+            values[override] = [override]
+            continue
         key, equals, text = override.partition("=")
         if not equals:
             raise ValueError(f"{override!r} is not of the form key=value")
@@ -89,7 +92,7 @@ def combinations(overrides: Sequence[str]) -> list[list[str]]:
     for chosen in itertools.product(*values.values()):
         pairs = list(zip(values, chosen, strict=True))
         name = run_name(sweep, [(key, value) for key, value in pairs if len(values[key]) > 1])
-        made.append([f"run_name={name}", *(f"{key}={value}" for key, value in pairs)])
+        made.append([f"run_name={name}", *(value if key == value else f"{key}={value}" for key, value in pairs)])
     return made
 
 

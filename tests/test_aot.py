@@ -102,12 +102,12 @@ def test_collectives_are_read_from_hlo():
 
 
 def test_a_step_for_a_slice_is_reported():
-    done = aot("topology=v5e-4", "ici_fsdp_parallelism=4", "--json")
+    done = aot(*TINY, "topology=v5e-4", "ici_fsdp_parallelism=4", "--json")
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     found: dict[str, Any] = json.loads(done.stdout)
     assert found["fits"]
-    assert (found["chips"], found["mesh"], found["global_batch"]) == (4, {"data": 1, "fsdp": 4, "tensor": 1}, 16)
+    assert (found["chips"], found["mesh"], found["global_batch"]) == (4, {"data": 1, "fsdp": 4, "tensor": 1}, 8)
     # What the step is called with is the state, the batch, and the texts of the empty caption.
     state = sum(found["bytes"][name] for name in ("parameters", "average", "moments", "batch"))
     assert found["bytes"]["arguments"] == pytest.approx(state, rel=0.01)
@@ -116,7 +116,7 @@ def test_a_step_for_a_slice_is_reported():
     assert found["estimate"]["step_s"] == pytest.approx(sum(found["estimate"]["parts_s"].values()))
     lines = describe(found)
     assert any(line.startswith("it FITS: ") for line in lines)
-    assert any("ms a step by rooflines, an ESTIMATE: " in line for line in lines)
+    assert any(line.startswith("about ") and "ms a step by rooflines, an ESTIMATE: " in line for line in lines)
 
 
 # Reports a step on several meshes, and how many numbers of its parameters are split over chips, and are not.
@@ -144,6 +144,7 @@ CASES = {
     "the optimizer split over data": ("v5e-16", 1, "shard_optimizer=true"),
     "tensor": ("v5e-4", 1, "ici_tensor_parallelism=2"),
     "slices": ("v5e-4", 2),
+    "all at once": ("v5e-4", 2, "ici_fsdp_parallelism=2", "shard_optimizer=true"),
 }
 
 
@@ -192,8 +193,9 @@ def test_fsdp_gathers_weights_and_scatters_gradients(meshes: dict[str, dict[str,
 def test_a_split_optimizer_scatters_gradients_and_gathers_parameters(meshes: dict[str, dict[str, Any]]):
     found = meshes["the optimizer split over data"]
     bytes_, once = sent(found), 15 / 16 * 4 * found["whole"]
-    assert bytes_["ici reduce-scatter"] == pytest.approx(once, rel=0.1)
-    assert bytes_["ici all-gather"] == pytest.approx(once, rel=0.25)
+    # Vectors are split too, and filled up to whole tiles.
+    assert once < bytes_["ici reduce-scatter"] < 1.4 * once
+    assert once < bytes_["ici all-gather"] < 1.4 * once
     assert bytes_.get("ici all-reduce", 0) < SMALLEST * once
 
 
@@ -210,6 +212,14 @@ def test_slices_send_their_sums_to_each_other(meshes: dict[str, dict[str, Any]])
     # The chips of a slice share the sum of all its gradients, and each exchanges its quarter.
     assert between == pytest.approx(2 * 1 / 2 * 4 * found["whole"] / 4, rel=0.2)
     assert {name.split()[1] for name in bytes_} <= {"all-reduce", "reduce-scatter", "all-gather"}
+
+
+def test_over_slices_a_split_optimizer_sends_little(meshes: dict[str, dict[str, Any]]):
+    """Of sums a chip sends another slice what its own has left to it: a quarter, of which half; the new parameters likewise."""
+    bytes_ = sent(meshes["all at once"])
+    between = sum(size for name, size in bytes_.items() if name.startswith("dcn"))
+    numbers = meshes["all at once"]["split"] + meshes["all at once"]["whole"]
+    assert between == pytest.approx(2 * 1 / 2 * 4 * numbers / 4, rel=0.35)
 
 
 def test_a_step_that_does_not_fit_says_by_how_much():

@@ -71,6 +71,8 @@ def test_files_and_keys_count_from_left_to_right(tmp_path: Path):
     assert batch.per_device_batch_size == 8
     config = load_config(CONFIGS / "base15.yml", [str(chips), "per_device_batch_size=2"])
     assert (config.batch.per_device_batch_size, config.optimizer.shard_optimizer, config.data.resolution) == (2, True, 512)
+    with pytest.raises(ValueError, match="has a base, whose keys would replace all"):
+        load_config(CONFIGS / "base15.yml", [str(CONFIGS / "base14.yml")])
     with pytest.raises(FileNotFoundError, match="there is no configuration none.yml"):
         load_config(CONFIGS / "base15.yml", ["none.yml"])
 

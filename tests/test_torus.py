@@ -14,10 +14,14 @@ from maxdiff.torus import all_gather, gather_along, psum_scatter, route, scatter
 class Torus:
     """Stands for a mesh of TPUs."""
 
-    def __init__(self, shape: tuple[int, ...], sizes: dict[str, int], order: list[int] | None = None):
+    def __init__(self, shape: tuple[int, ...], sizes: dict[str, int], order: list[int] | None = None, slices: int = 1):
         count = int(np.prod(shape))
         coords = [tuple(int(i) for i in np.unravel_index(n, shape)) for n in range(count)]
-        devices = [SimpleNamespace(coords=coords[n], platform="tpu") for n in order or range(count)]
+        devices = [
+            SimpleNamespace(coords=coords[n], slice_index=i, platform="tpu")
+            for i in range(slices)
+            for n in order or range(count)
+        ]
         self.devices = np.array(devices, object).reshape(tuple(sizes.values()))
         self.axis_names, self.shape = tuple(sizes), sizes
 
@@ -25,6 +29,9 @@ class Torus:
 @pytest.mark.parametrize(("torus", "expected"), [
     (Torus((4, 2), {"fsdp": 8}), [[[0, 2, 4, 6], [1, 3, 5, 7]], [[0, 1], [2, 3], [4, 5], [6, 7]]]),
     (Torus((2, 2), {"fsdp": 4}, [0, 1, 3, 2]), [[[0, 3], [1, 2]], [[0, 1], [3, 2]]]),
+    (Torus((2, 2), {"fsdp": 8}, slices=2), [  # within slices first
+        [[0, 2], [4, 6], [1, 3], [5, 7]], [[0, 1], [4, 5], [2, 3], [6, 7]], [[0, 4], [1, 5], [2, 6], [3, 7]],
+    ]),
     (Torus((8,), {"fsdp": 8}), [None]),  # one axis of the torus
     (Torus((4, 2), {"data": 2, "fsdp": 4}), [None]),  # a part of the slice
 ])  # fmt: skip
@@ -50,7 +57,8 @@ def test_each_device_gets_its_own_part_and_all_get_the_whole(shape: tuple[int, .
     total = on_devices(lambda x: psum_scatter(x[0], cpus, "fsdp", dim), x, own, split)
     np.testing.assert_allclose(total, x.sum(0), rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(on_devices(lambda x: all_gather(x, cpus, "fsdp", dim), x[0], split, PartitionSpec()), x[0])
-    for torus in (Torus((2, 2, 2), {"fsdp": 8}, order), Torus((4, 2), {"fsdp": 8}, order), Torus((8,), {"fsdp": 8}, order)):
+    for torus in (Torus((2, 2, 2), {"fsdp": 8}, order), Torus((4, 2), {"fsdp": 8}, order), Torus((2, 2), {"fsdp": 8}, slices=2),
+                  Torus((8,), {"fsdp": 8}, order)):  # fmt: skip
         way = route(torus, "fsdp")
         ours = on_devices(lambda x, way=way: scatter_along(x[0], "fsdp", dim, way), x, own, split)
         np.testing.assert_allclose(ours, total, rtol=1e-6, atol=1e-6)

@@ -10,6 +10,7 @@ The step's time is an estimate (roofline.py); docs/TPU.md compares it with publi
 that would are predicted, the nearest first, and the first is compiled too.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -118,12 +119,11 @@ def report(step: Step, topology: Topology, level: str) -> dict[str, Any]:
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        found |= _too_much(str(error))
+        found |= _too_much(str(error), _beside(step))
     else:
         memory = compiled.memory_analysis()
         arguments, peak = memory.argument_size_in_bytes, memory.peak_memory_in_bytes
-        # Networks that the step does not need, as it trains from what they have encoded, lie beside it.
-        needs = peak + max(0, sum(found["bytes"].values()) - arguments)
+        needs = peak + _beside(step)
         found["bytes"] |= {"arguments": arguments, "activations": peak - arguments, "peak": peak}
         places = [getattr(device, "slice_index", 0) for device in mesh.devices.flat]
         text, chip = compiled.as_text(), topology.of
@@ -146,15 +146,20 @@ def advise(step: Step, found: Mapping[str, Any], topology: Topology, level: str)
     return advice
 
 
-def _too_much(message: str) -> dict[str, Any]:
-    """What XLA says when a program needs more memory than a chip has."""
+def _beside(step: Step) -> int:
+    """Bytes of networks that the step does not need, as it trains from what they have encoded."""
+    return step.held()["frozen"] if step.config.data.cache_latents_text_encoder_outputs else 0
+
+
+def _too_much(message: str, beside: int) -> dict[str, Any]:
+    """What XLA says when a program needs more memory than a chip has, and what lies beside it there."""
     sizes = {"K": 2**10, "M": 2**20, "G": GIB, "T": 2**40}
     match = re.search(r"\(([\d.]+)([KMGT])\) exceeds available \w+ \(([\d.]+)([KMGT])\)", message)
     match = match or re.search(r"Used ([\d.]+)([KMGT])\w* of ([\d.]+)([KMGT])\w* hbm", message)
     if not match:
         return {"fits": False, "said": message.splitlines()[0]}
     used, have = (round(float(match[i]) * sizes[match[i + 1]]) for i in (1, 3))
-    return _compared(used, have)
+    return _compared(used + beside, have)
 
 
 def _compared(needs: int, has: int) -> dict[str, Any]:
@@ -175,7 +180,7 @@ def describe(found: Mapping[str, Any]) -> list[str]:
         lines.append(f"{name}: {total['count']} a step, {total['bytes'] / 2**20:.1f} MiB sent by a device")
     if estimate := found.get("estimate"):
         lines.append(
-            f"at least {1e3 * estimate['step_s']:.0f} ms a step by rooflines, an ESTIMATE: "
+            f"about {1e3 * estimate['step_s']:.0f} ms a step by rooflines, an ESTIMATE: "
             f"{estimate['images_per_s']:.0f} images/s, MFU {estimate['mfu']:.0%}"
         )
         lines.append("of which " + ", ".join(f"{name} {1e3 * part:.1f}" for name, part in estimate["parts_s"].items() if part))
@@ -186,14 +191,17 @@ def describe(found: Mapping[str, Any]) -> list[str]:
     else:
         over = gib(found["needs"] - found["has"])
         lines.append(f"it does NOT fit: {gib(found['needs'])}, {over} more than the {gib(found['has'])} there are")
-    for fit in found.get("would_fit", []):
-        lines.append(f"would fit, as predicted: {written(fit['set'])} ({gib(fit['needs'])})")
     lines.append(f"compiled in {found['compile_s']} s at optimization={found['optimization']}")
-    if compiled := found.get("compiled"):
-        lines += [f"with {written(found['would_fit'][0]['set'])}:", *(f"    {line}" for line in describe(compiled))]
-    elif found.get("would_fit") == []:
-        lines.append("no change of remat, batch, moment_dtype, fsdp or shard_optimizer would make it fit: take more chips")
     return lines
+
+
+def describe_advice(advice: Mapping[str, Any]) -> list[str]:
+    """What `advise` found, as lines for people."""
+    fits = advice["would_fit"]
+    if not fits:
+        return ["no change of remat, batch, moment_dtype, fsdp or shard_optimizer would make it fit: take more chips"]
+    lines = [f"would fit, as predicted: {written(fit['set'])} ({fit['needs'] / GIB:.2f} GiB)" for fit in fits]
+    return [*lines, f"with {written(fits[0]['set'])}:", *(f"    {line}" for line in describe(advice["compiled"]))]
 
 
 def written(changes: Mapping[str, Any]) -> str:
@@ -216,12 +224,20 @@ def main(argv: Sequence[str]) -> int:
         topology = parse(options["topology"], slices() or 1)
         if options["optimization"] not in LEVELS:
             raise ValueError(f"optimization={options['optimization']!r} is not supported (allowed: {', '.join(LEVELS)})")
-        step = prepare(config, topology.devices())
-        found = report(step, topology, options["optimization"])
-        if not found["fits"] and "needs" in found:
-            found |= advise(step, found, topology, options["optimization"])
+        with contextlib.redirect_stdout(sys.stderr):  # what train.py says of a configuration
+            step = prepare(config, topology.devices())
+            found = report(step, topology, options["optimization"])
         fits.append(found["fits"])
-        print(json.dumps(found) if "--json" in argv else "\n".join(describe(found)))
+        if "--json" not in argv:
+            print("\n".join(describe(found)), flush=True)
+        if not found["fits"] and "needs" in found:
+            with contextlib.redirect_stdout(sys.stderr):
+                advice = advise(step, found, topology, options["optimization"])
+            found |= advice
+            if "--json" not in argv:
+                print("\n".join(describe_advice(advice)))
+        if "--json" in argv:
+            print(json.dumps(found))
 
     return command.run("maxdiff.aot", rest, action) or int(not all(fits))
 

@@ -425,7 +425,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     values = _read(Path(path))
     for override in overrides:
         if override.endswith((".yml", ".yaml")) and "=" not in override:
-            values |= _read(Path(override))
+            values |= _read(Path(override), may_have_base=False)
             continue
         key, equals, text = override.partition("=")
         if not equals:
@@ -466,13 +466,15 @@ def write_config(config: Config) -> str:
     return yaml.safe_dump(flat(config), sort_keys=False, default_flow_style=None, width=120)
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path, *, may_have_base: bool = True) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"there is no configuration {path}")
     values = _parse(path.read_text(encoding="utf-8"), str(path)) or {}
     if not isinstance(values, dict):
         raise ValueError(f"{path} holds a {type(values).__name__}, not keys and values")
     base = values.pop("base", None)
+    if base and not may_have_base:
+        raise ValueError(f"{path} has a base, whose keys would replace all before it (allowed: in the first file alone)")
     for key in values:
         _check_key(key, str(path))
     return {**(_read(path.parent / base) if base else {}), **values}

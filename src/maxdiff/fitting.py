@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 
 from maxdiff.config import Config, flat, make_config
 
@@ -22,6 +23,8 @@ class Prepared(Protocol):
     @property
     def mesh(self) -> Any: ...
     @property
+    def accumulation(self) -> int: ...
+    @property
     def state(self) -> Any: ...
     def held(self) -> dict[str, int]: ...
 
@@ -37,15 +40,21 @@ def nearest(config: Config, needs: int, has: int, prepare: Callable[[Config], Pr
         prepare: makes the step of another configuration.
     """
     step = prepare(config)
-    an_example = (needs - sum(step.held().values()) - _working(step)) / _examples(config)
+    beyond = needs - sum(step.held().values())
+    # XLA keeps less than all of it where it must.
+    spared = max(0, _working(step) - beyond // 2)
+    an_example = max(0.0, beyond - _working(step) + spared) / _examples(config)
     choices = _choices(config, step.mesh)
     for count in range(1, len(choices) + 1):
         fits = []
         for keys in itertools.combinations(choices, count):
             for values in itertools.product(*(choices[key] for key in keys)):
                 changes = {key: value for part in values for key, value in part.items()}
-                other = prepare(changed(config, changes))
-                predicted = sum(other.held().values()) + _working(other) + an_example * _examples(other.config)
+                try:
+                    other = prepare(changed(config, changes))
+                except ValueError:  # such as a kernel that so many chips don't divide
+                    continue
+                predicted = sum(other.held().values()) + _working(other) - spared + an_example * _examples(other.config)
                 if predicted <= has:
                     fits.append((changes, round(predicted)))
                     break
@@ -62,10 +71,10 @@ def changed(config: Config, changes: Mapping[str, Any]) -> Config:
 def _choices(config: Config, mesh: Any) -> dict[str, list[Changes]]:
     """What can be changed, each to what costs least first; a choice may take several keys."""
     found: dict[str, list[Changes]] = {}
-    if mesh.shape["data"] > 1 and not config.optimizer.shard_optimizer:
+    if mesh.shape.get("data", 1) > 1 and not config.optimizer.shard_optimizer:
         found["shard_optimizer"] = [{"shard_optimizer": True}]
     slices = len({getattr(device, "slice_index", 0) for device in mesh.devices.flat})
-    if (split := mesh.shape["data"] * mesh.shape["fsdp"] // slices) > mesh.shape["fsdp"]:
+    if {"data", "fsdp"} <= {*mesh.shape} and (split := mesh.shape["data"] * mesh.shape["fsdp"] // slices) > mesh.shape["fsdp"]:
         found["fsdp"] = [{"ici_fsdp_parallelism": split, "ici_data_parallelism": 1}]
     if config.optimizer.moment_dtype == "float32":
         found["moments"] = [{"moment_dtype": "bfloat16"}]
@@ -87,7 +96,12 @@ def _examples(config: Config) -> float:
 
 
 def _working(step: Prepared) -> int:
-    """Bytes of a step that do not go with the batch: float32 gradients, and the weights where they are gathered from others."""
-    leaves = jax.tree.leaves(step.state.params)
-    whole = sum(4 * math.prod(leaf.shape) for leaf in leaves)
-    return whole * (2 if step.mesh.shape["fsdp"] > 1 else 1)
+    """Bytes of a step that do not go with the batch: whole float32 gradients, and the weights where they are gathered.
+
+    With fsdp a gradient is scattered as it comes; the sums of an accumulation, which is a loop, are whole.
+    """
+    numbers = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(step.state.params))
+    split = step.mesh.shape.get("fsdp", 1) > 1
+    gradients = 0 if split and step.accumulation == 1 else 4
+    gathered = jnp.dtype(step.config.model.activations_dtype).itemsize if split else 0
+    return numbers * (gradients + gathered) // step.mesh.shape.get("tensor", 1)

@@ -1,4 +1,4 @@
-"""How long a compiled TPU program takes at the least, by rooflines (Williams et al. 2009): an estimate, no measurement.
+"""How long a compiled TPU program takes, by rooflines (Williams et al. 2009): an estimate, no measurement.
 
 Each operation takes as long as its products at the peak of the matrix units or its operands and results at the speed of
 memory, whichever is longer. One follows another, and collectives hide behind nothing.
