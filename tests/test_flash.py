@@ -14,10 +14,9 @@ from maxdiff.models import attention
 from maxdiff.state import make_state, state_shardings
 from tests.test_runs import TINY_TEXT, TINY_VAE, configuration
 
-# 16 x 16 latents, so 256 queries, and 8 x 8 below, too few for the kernel.
-UNET = ("{block_out_channels: [32, 32], down_block_types: [CrossAttnDownBlock2D, CrossAttnDownBlock2D], layers_per_block: 1, "
-        "up_block_types: [CrossAttnUpBlock2D, CrossAttnUpBlock2D], attention_head_dim: 2, norm_num_groups: 8, "
-        "cross_attention_dim: 32}")  # fmt: skip
+# 16 x 16 latents, so 256 queries.
+UNET = ("{block_out_channels: [32], down_block_types: [CrossAttnDownBlock2D], up_block_types: [CrossAttnUpBlock2D], "
+        "layers_per_block: 1, attention_head_dim: 2, norm_num_groups: 8, cross_attention_dim: 32}")  # fmt: skip
 
 
 def losses(config: Config, steps: int = 3) -> list[float]:
@@ -51,8 +50,7 @@ def test_losses_are_those_of_plain_products(tmp_path: Path, monkeypatch: pytest.
     calls = []
 
     def interpreted(q, k, v, *, mask=None, precision=None):
-        if attention._splash_refuses(q, mask):
-            return attention.dot_product(q, k, v, mask=mask, precision=precision)
+        del mask, precision
         calls.append((q.shape, k.shape))
         return attention.splash(q, k, v, interpret=True)
 
