@@ -137,12 +137,14 @@ for topology, slices, *keys in json.loads(sys.argv[2]):
     counts = {"split": sum(s for s, w in zip(sizes, whole) if not w), "whole": sum(s for s, w in zip(sizes, whole) if w)}
     print(json.dumps({**report(step, on, "quick"), **counts}), flush=True)
 """
+# All that compiles for longer, and sends nothing, is left out.
+PLAIN = [*TINY, "optimizer=lion", "use_ema=false", "max_grad_norm=0", "attention=dot_product"]
 CASES = {
     "data": ("v5e-4", 1),
     "fsdp over a whole slice": ("v5e-16", 1, "ici_fsdp_parallelism=16"),
     "fsdp and data": ("v5e-16", 1, "ici_fsdp_parallelism=4"),
     "the optimizer split over data": ("v5e-16", 1, "shard_optimizer=true"),
-    "tensor": ("v5e-4", 1, "ici_tensor_parallelism=2"),
+    "tensor": ("v5e-4", 1, "ici_tensor_parallelism=2", "attention=flash"),
     "slices": ("v5e-4", 2),
     "all at once": ("v5e-4", 2, "ici_fsdp_parallelism=2", "shard_optimizer=true"),
 }
@@ -152,9 +154,9 @@ CASES = {
 def meshes() -> dict[str, dict[str, Any]]:
     """The report of each of CASES."""
     base = str(ROOT / "configs" / "base.yml")
-    command = [sys.executable, "-c", MESHES, base, json.dumps([*CASES.values()]), json.dumps(TINY)]
+    command = [sys.executable, "-c", MESHES, base, json.dumps([*CASES.values()]), json.dumps(PLAIN)]
     environment = {**os.environ, **WITHOUT_TPU, "XLA_FLAGS": "", "PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     return dict(zip(CASES, map(json.loads, done.stdout.splitlines()), strict=True))
 
@@ -194,8 +196,8 @@ def test_a_split_optimizer_scatters_gradients_and_gathers_parameters(meshes: dic
     found = meshes["the optimizer split over data"]
     bytes_, once = sent(found), 15 / 16 * 4 * found["whole"]
     # Vectors are split too, and filled up to whole tiles.
-    assert once < bytes_["ici reduce-scatter"] < 1.4 * once
-    assert once < bytes_["ici all-gather"] < 1.4 * once
+    assert once < bytes_["ici reduce-scatter"] < 1.6 * once
+    assert once < bytes_["ici all-gather"] < 1.6 * once
     assert bytes_.get("ici all-reduce", 0) < SMALLEST * once
 
 
@@ -219,7 +221,8 @@ def test_over_slices_a_split_optimizer_sends_little(meshes: dict[str, dict[str, 
     bytes_ = sent(meshes["all at once"])
     between = sum(size for name, size in bytes_.items() if name.startswith("dcn"))
     numbers = meshes["all at once"]["split"] + meshes["all at once"]["whole"]
-    assert between == pytest.approx(2 * 1 / 2 * 4 * numbers / 4, rel=0.35)
+    by_hand = 2 * 1 / 2 * 4 * numbers / 4
+    assert by_hand < between < 2 * by_hand  # filled up to whole tiles
 
 
 def test_a_step_that_does_not_fit_says_by_how_much():
