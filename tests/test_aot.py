@@ -106,7 +106,7 @@ def test_collectives_are_read_from_hlo():
 
 
 def test_a_step_for_a_slice_is_reported():
-    done = aot(*PLAIN, "use_ema=true", "topology=v5e-4", "ici_fsdp_parallelism=4", "--json")
+    done = aot(*TINY, "topology=v5e-4", "ici_fsdp_parallelism=4", "--json")
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     found: dict[str, Any] = json.loads(done.stdout)
