@@ -223,7 +223,7 @@ def test_over_slices_a_split_optimizer_sends_little(meshes: dict[str, dict[str, 
 
 
 def test_a_step_that_does_not_fit_says_by_how_much():
-    done = aot(*PLAIN, "topology=v5e-1", "per_device_batch_size=65536")
+    done = aot(*TINY, "topology=v5e-1", "per_device_batch_size=65536")
     assert done.returncode == 1, done.stderr
     assert "it does NOT fit: " in done.stdout
     assert " GiB more than the 15.75 GiB there are" in done.stdout
