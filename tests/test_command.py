@@ -15,7 +15,7 @@ def refuse(config: Config) -> None:
 def test_help_lists_every_key(capsys):
     assert command.run("train.py", ["--help"], refuse) == 0
     shown = capsys.readouterr().out
-    assert shown.startswith("usage: train.py CONFIG.yml [key=value ...]")
+    assert shown.startswith("usage: train.py CONFIG.yml [OTHER.yml ...] [key=value ...]")
     for key in KEYS:
         assert f"\n{key}: " in shown, key
 
