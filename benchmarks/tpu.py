@@ -1,6 +1,6 @@
 """What SD1.5, SD2 and SDXL need of TPU slices: bytes, collectives and an estimate of the time of a step, compiled on this CPU.
 
-    python benchmarks/tpu.py [--jobs 2] [NAME ...] > cases.jsonl      a case takes 5 to 10 minutes of a core, and up to 9 GB
+    python benchmarks/tpu.py [--jobs 2] [NAME ...] > cases.jsonl      5 to 15 minutes of a core a case; 9 GB, SDXL 12
     python benchmarks/tpu.py --published [--jobs 2] > published.jsonl the steps whose times MaxDiffusion's authors published
     python benchmarks/tpu.py --table cases.jsonl                      both as Markdown
 
@@ -66,6 +66,7 @@ PUBLISHED = [Case("sd2", 512, batch, topology, 1, ("use_ema=false",), seconds) f
 
 def one(case: Case, level: str) -> dict[str, Any]:
     """The report of a case, in this process."""
+    # Imported here, as a table needs no JAX.
     from train_step import configuration
 
     from maxdiff import aot

@@ -27,7 +27,7 @@ from dataclasses import replace
 
 from maxdiff import build
 from maxdiff.checkpoint import newest_step
-from maxdiff.config import Config, load_config
+from maxdiff.config import Config, is_file_name, load_config
 
 SUBMIT = "sbatch launch/slurm.sbatch"
 LONGEST = 120  # of a run's name: folders' names end at 255 bytes, and a queue's table sooner
@@ -60,16 +60,16 @@ def alternatives(text: str) -> list[str]:
 
 
 def combinations(overrides: Sequence[str]) -> list[list[str]]:
-    """The overrides of each run: one of the alternatives of each key, and the run's own run_name.
+    """The overrides of each run: the run's own run_name, all further files, and one of the alternatives of each key.
 
     Raises:
         ValueError: for what is not key=value, a key or an alternative that stands twice, alternatives of run_name or
             output_dir, an empty one, or no run_name.
     """
     values: dict[str, list[str]] = {}
+    files = [override for override in overrides if is_file_name(override)]
     for override in overrides:
-        if override.endswith((".yml", ".yaml")) and "=" not in override:
-            values[override] = [override]
+        if override in files:
             continue
         key, equals, text = override.partition("=")
         if not equals:
@@ -92,7 +92,7 @@ def combinations(overrides: Sequence[str]) -> list[list[str]]:
     for chosen in itertools.product(*values.values()):
         pairs = list(zip(values, chosen, strict=True))
         name = run_name(sweep, [(key, value) for key, value in pairs if len(values[key]) > 1])
-        made.append([f"run_name={name}", *(value if key == value else f"{key}={value}" for key, value in pairs)])
+        made.append([f"run_name={name}", *files, *(f"{key}={value}" for key, value in pairs)])
     return made
 
 

@@ -76,7 +76,7 @@ def make_pipeline(kind: str, scratch: Path) -> Any:
 
 
 # With several workers these come first, the longest before the others: none of them is left for one worker at the end.
-LONGEST = ("test_crashes.py", "test_processes.py", "test_aot.py", "test_bucket.py", "test_runs.py", "test_gradients.py", "test_generate.py", "test_buckets.py",
+LONGEST = ("test_crashes.py", "test_processes.py", "test_aot.py", "test_bucket.py", "test_flash.py", "test_runs.py", "test_gradients.py", "test_generate.py", "test_buckets.py",
            "test_encode.py", "test_health.py", "test_step.py", "test_keys.py", "test_parity.py", "test_attention.py",
            "test_benchmark_train_step.py", "test_sharded_update.py", "test_draw.py", "test_batches.py")  # fmt: skip
 

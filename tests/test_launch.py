@@ -159,7 +159,8 @@ KEYS = ["run_name=s", "output_dir=out", "train_data_dir=d"]
 
 
 def test_a_dry_run_prints_what_would_be_started(capsys):
-    arguments = [str(ROOT / "configs" / "tpu" / "v4-8.yml"), "learning_rate=1e-4,1e-5", "seed=0,1", "validation_prompts=[a, b]"]
+    arguments = [str(ROOT / "configs" / "tpu" / "v4-8.yml"), "learning_rate=1e-4,1e-5", "seed=0,1", "validation_prompts=[a, b]",
+                 "variant=variant"]  # fmt: skip
     assert sweep.main(["--dry-run", BASE, *KEYS, *arguments]) == 0
     commands = [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
     names = [f"s-learning_rate_{rate}-seed_{seed}" for rate in ("1e-4", "1e-5") for seed in (0, 1)]
@@ -168,7 +169,7 @@ def test_a_dry_run_prints_what_would_be_started(capsys):
         config = load_config(command[4], command[5:])
         assert config.run.run_name == name
         assert config.sampling.validation_prompts == ("a", "b")
-        assert config.optimizer.shard_optimizer
+        assert (config.optimizer.shard_optimizer, config.model.variant) == (True, "variant")
     assert load_config(BASE, commands[1][5:]).run.seed == 1
 
 

@@ -32,6 +32,7 @@ from maxdiff.sharding import abstract, bytes_a_device
 from maxdiff.state import TrainState
 from maxdiff.task import Task, judges_images, make_task
 from maxdiff.topologies import GIB, Topology, parse
+from maxdiff.torus import slice_of
 
 # For libtpu, before it is loaded: it need not look for a TPU of this host, and other processes may load it too.
 WITHOUT_TPU = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
@@ -125,7 +126,7 @@ def report(step: Step, topology: Topology, level: str) -> dict[str, Any]:
         arguments, peak = memory.argument_size_in_bytes, memory.peak_memory_in_bytes
         needs = peak + _beside(step)
         found["bytes"] |= {"arguments": arguments, "activations": peak - arguments, "peak": peak}
-        places = [getattr(device, "slice_index", 0) for device in mesh.devices.flat]
+        places = [slice_of(device) for device in mesh.devices.flat]
         text, chip = compiled.as_text(), topology.of
         found["collectives"] = hlo.totals(hlo.collectives(text, places.__getitem__))
         parts = roofline.seconds(roofline.work(text, chip.matrix), found["collectives"], chip)

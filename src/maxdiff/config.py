@@ -424,7 +424,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """
     values = _read(Path(path))
     for override in overrides:
-        if override.endswith((".yml", ".yaml")) and "=" not in override:
+        if is_file_name(override):
             values |= _read(Path(override), may_have_base=False)
             continue
         key, equals, text = override.partition("=")
@@ -440,6 +440,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
                 raise
             values[key] = text  # a prompt that begins with a quotation
     return make_config(values)
+
+
+def is_file_name(override: str) -> bool:
+    """Whether an argument is a further YAML file, and no key=value."""
+    return override.endswith((".yml", ".yaml")) and "=" not in override
 
 
 def make_config(values: Mapping[str, Any]) -> Config:

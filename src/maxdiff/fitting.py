@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from maxdiff.config import Config, flat, make_config
+from maxdiff.torus import slice_of
 
 # What is kept of an example for the backward pass, as a share of what remat=none keeps.
 KEPT = {"none": 1.0, "dots": 0.6, "full": 0.3}
@@ -73,7 +74,7 @@ def _choices(config: Config, mesh: Any) -> dict[str, list[Changes]]:
     found: dict[str, list[Changes]] = {}
     if mesh.shape.get("data", 1) > 1 and not config.optimizer.shard_optimizer:
         found["shard_optimizer"] = [{"shard_optimizer": True}]
-    slices = len({getattr(device, "slice_index", 0) for device in mesh.devices.flat})
+    slices = len({*map(slice_of, mesh.devices.flat)})
     if {"data", "fsdp"} <= {*mesh.shape} and (split := mesh.shape["data"] * mesh.shape["fsdp"] // slices) > mesh.shape["fsdp"]:
         found["fsdp"] = [{"ici_fsdp_parallelism": split, "ici_data_parallelism": 1}]
     if config.optimizer.moment_dtype == "float32":

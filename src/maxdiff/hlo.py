@@ -159,8 +159,7 @@ def _collective(kind: str, line: Line, rest: str, devices: int, slice_of: Callab
         shapes = shapes[len(shapes) // 2 :] if kind == "all-gather" else shapes[1:2]  # before them stand the operands
     groups = _groups(rest, devices)
     group = len(groups[0]) if groups else 2  # of a permute: sender and receiver
-    pairs = groups or _pairs(rest)
-    across = any(len({slice_of(device) for device in devices}) > 1 for devices in pairs)
+    across = any(len({*map(slice_of, together)}) > 1 for together in groups or _pairs(rest))
     return Collective(kind, tuple(shapes), group, across, times, times * SENT[kind](group) * sum(map(size, shapes)))
 
 
@@ -200,9 +199,8 @@ def _groups(rest: str, devices: int) -> list[list[int]]:
 def _iota(dims: str, order: str | None) -> np.ndarray:
     """[2,3]T(1,0): the numbers 0 to 5 in two rows of three, transposed."""
     sizes = [int(n) for n in dims.split(",")]
-    return (
-        np.arange(math.prod(sizes)).reshape(sizes).transpose([int(n) for n in order.split(",")] if order else range(len(sizes)))
-    )
+    axes = [int(n) for n in order.split(",")] if order else range(len(sizes))
+    return np.arange(math.prod(sizes)).reshape(sizes).transpose(axes)
 
 
 def _pairs(rest: str) -> list[list[int]]:

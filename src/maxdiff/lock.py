@@ -22,6 +22,7 @@ from typing import Any
 
 from maxdiff import bucket
 from maxdiff.processes import say
+from maxdiff.watch import STDERR
 from maxdiff.weights.tensors import write_json
 
 logger = logging.getLogger(__name__)
@@ -29,7 +30,6 @@ logger = logging.getLogger(__name__)
 BEAT_SECONDS = 10.0  # between two signs of life
 STALE_SECONDS = 45.0  # without one, another host is taken for dead
 POLL_SECONDS = 1.0  # between two looks for one
-STDERR = 2
 
 
 class RunLock:

@@ -22,6 +22,7 @@ from maxdiff.models.attention import AttentionKernel
 from maxdiff.models.layers import Axes
 from maxdiff.models.network import Network, ParameterSpec, Params, unflatten
 from maxdiff.models.network import Path as ParameterPath
+from maxdiff.torus import slice_of
 
 Rules = Sequence[Sequence[Any]]
 
@@ -75,7 +76,7 @@ def make_mesh(
         ValueError: if the sizes don't multiply to the devices there are, or don't fit how a TPU's lie.
     """
     devices = list(jax.devices() if devices is None else devices)
-    slices = len({getattr(device, "slice_index", 0) for device in devices})
+    slices = len({*map(slice_of, devices)})
     across = _sizes(axes, dcn, slices, "dcn", f"{slices} slices")
     within = _sizes(axes, ici, len(devices) // slices, "ici", f"{len(devices) // slices} devices in a slice")
     physical = {"devices": devices, "allow_split_physical_axes": allow_split_physical_axes}

@@ -20,6 +20,11 @@ from jax.sharding import Mesh
 TILE_BYTES, TILE_COLUMNS = 32, 128
 
 
+def slice_of(device: Any) -> int:
+    """The number of a device's slice; 0 of what is none of several."""
+    return getattr(device, "slice_index", 0)
+
+
 @dataclasses.dataclass(frozen=True)
 class Route:
     """How an operation over a mesh axis is made of operations along the torus, one after another.
@@ -42,8 +47,8 @@ class Route:
 def route(mesh: Mesh, axis: str) -> Route:
     """Over a whole slice along one physical axis after another, the links from slice to slice last; else all at once."""
     line = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), -1).reshape(-1, mesh.shape[axis])[0]
-    a_slice = sum(_slice(device) == _slice(line[0]) for device in mesh.devices.flat)
-    places = [(*device.coords, _slice(device)) for device in line]
+    a_slice = sum(slice_of(device) == slice_of(line[0]) for device in mesh.devices.flat)
+    places = [(*device.coords, slice_of(device)) for device in line]
     sizes = [size for size in (len({*values}) for values in zip(*places, strict=True)) if size > 1]
     if len(line) < a_slice or len(sizes) < 2 or math.prod(sizes) != len(line):
         return Route(list(range(len(line))), [None])
@@ -104,7 +109,3 @@ def _tiled(x: jax.Array) -> jax.Array:
     rows = TILE_BYTES // x.dtype.itemsize
     x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % (rows * TILE_COLUMNS))))
     return x.reshape(x.shape[0], -1, rows, TILE_COLUMNS)
-
-
-def _slice(device: Any) -> int:
-    return getattr(device, "slice_index", 0)

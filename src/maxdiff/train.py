@@ -45,8 +45,7 @@ WRITTEN = ("config.yml", "data.json", "pipeline", str(METRICS), REPORT)
 # is not waited for (peers.py).
 LAST_UPLOAD_SECONDS = 3600
 # Errors that, before training, are no mistakes of the user's.
-PASSING = (TimeoutError, ConnectionError, ChildProcessError)
-PASSING_NUMBERS = (errno.EIO, errno.ESTALE)
+NO_MISTAKES, NO_MISTAKE_NUMBERS = (TimeoutError, ConnectionError, ChildProcessError), (errno.EIO, errno.ESTALE)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -88,7 +87,7 @@ def train(config: Config) -> TrainState:
                 with contextlib.suppress(OSError):  # what failed may be that
                     watch.saved(newest_step(config.run.checkpoints))
                 error.add_note(watch.place())
-            if isinstance(error, OSError) and (trains or isinstance(error, PASSING) or error.errno in PASSING_NUMBERS):
+            if isinstance(error, OSError) and (trains or isinstance(error, NO_MISTAKES) or error.errno in NO_MISTAKE_NUMBERS):
                 raise Lost("\n".join([str(error), *getattr(error, "__notes__", ())])) from error
             raise
 

@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 
 AttentionKernel = Callable[..., jax.Array]
 
-# Splash attention's blocks are multiples of 128 wide, and its backward refuses anything narrower. Each block costs the same
-# few hundred nanoseconds on top of its work, so they are as wide as divides the length, up to this (MaxText's default is 512).
+# Splash attention's blocks are multiples of 128 wide, and its backward refuses anything narrower. Each block costs something
+# on top of its work, so they are as wide as divides the length, up to this; MaxText's are 512. No TPU has been timed.
 TPU_BLOCK, TPU_WIDEST = 128, 640
 # cuDNN's backward refuses odd lengths (CLIP's 77 keys); a multiple of 8 also keeps rows aligned.
 CUDNN_MULTIPLE = 8
