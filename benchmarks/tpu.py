@@ -20,7 +20,8 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
 
 GIB, MIB = 2**30, 2**20
 
@@ -30,38 +31,42 @@ class Case:
     """A step on some slices.
 
     Attributes:
+        file: of configs/tpu, without its ending; none if empty.
+        keys: what the command line says after that file.
         published: seconds that MaxDiffusion's README gives for it; 0 where it gives none.
     """
 
     model: str
-    resolution: int
-    batch: int
     topology: str
-    slices: int
-    keys: tuple[str, ...]
+    slices: int = 1
+    file: str = ""
+    keys: tuple[str, ...] = ()
     published: float = 0.0
 
     @property
     def name(self) -> str:
         times = f"{self.slices}x" if self.slices > 1 else ""
-        return f"{self.model}@{times}{self.topology}" + (f"/{self.batch}" if self.published else "")
+        return f"{self.model}@{times}{self.topology}" + ("/" + self.keys[0].split("=")[1] if self.published else "")
 
 
-SHARDED, FSDP16, XL = "shard_optimizer=true", "ici_fsdp_parallelism=16", ("remat=full",)
+SLICES = [("v4-8", 1, "v4-8"), ("v5e-16", 1, "v5e-16"), ("v5e-256", 1, "v5e-256"), ("v5p-8", 1, "v5p"),
+          ("v5p-128", 1, "v5p"), ("v6e-256", 1, "v6e-256"), ("v5p-128", 2, "v5p")]  # fmt: skip
+# What the files say that SDXL wants.
+XL = {
+    "v4-8": ("ici_fsdp_parallelism=4", "remat=full", "per_device_batch_size=1"),
+    "v5e-256": ("remat=full", "per_device_batch_size=1"),
+    "v5p": ("ici_fsdp_parallelism=4", "remat=full", "per_device_batch_size=8"),
+    "v6e-256": ("ici_fsdp_parallelism=16", "remat=full", "per_device_batch_size=2"),
+}
 CASES = [
-    *(Case(model, 512, batch, topology, slices, keys) for model in ("sd15", "sd2") for batch, topology, slices, keys in (
-        (8, "v4-8", 1, (SHARDED,)), (4, "v5e-16", 1, (FSDP16,)), (32, "v5p-8", 1, ()), (16, "v5p-128", 1, (SHARDED,)),
-        (8, "v6e-256", 1, (SHARDED,)), (8, "v5p-128", 2, (SHARDED,)))),
-    Case("sdxl", 1024, 1, "v4-8", 1, ("ici_fsdp_parallelism=4", *XL)),
-    Case("sdxl", 1024, 1, "v5e-256", 1, (FSDP16, *XL)),
-    Case("sdxl", 1024, 8, "v5p-8", 1, ("ici_fsdp_parallelism=4", *XL)),
-    Case("sdxl", 1024, 4, "v5p-128", 1, ("ici_fsdp_parallelism=64",)),
-    Case("sdxl", 1024, 2, "v6e-256", 1, (FSDP16, *XL)),
-    Case("sdxl", 1024, 4, "v5p-128", 2, ("ici_fsdp_parallelism=64",)),
-]  # fmt: skip
+    *(Case(model, *one) for model in ("sd15", "sd2") for one in SLICES),
+    *(Case("sdxl", *one, XL[one[-1]]) for one in SLICES if one[-1] in XL),
+]
 # SD2, 512 pixels, cached: https://github.com/AI-Hypercomputer/maxdiffusion. Of which slices it doesn't say: here small ones.
-PUBLISHED = [Case("sd2", 512, batch, topology, 1, ("use_ema=false",), seconds) for batch, topology, seconds in (
-    (32, "v5p-8", 0.370), (16, "v5p-8", 0.202), (2, "v5p-8", 0.065), (4, "v6e-4", 0.091))]  # fmt: skip
+PUBLISHED = [
+    Case("sd2", topology, keys=(f"per_device_batch_size={batch}", "use_ema=false"), published=seconds)
+    for batch, topology, seconds in ((32, "v5p-8", 0.370), (16, "v5p-8", 0.202), (2, "v5p-8", 0.065), (4, "v6e-4", 0.091))
+]
 
 
 def one(case: Case, level: str) -> dict[str, Any]:
@@ -73,7 +78,9 @@ def one(case: Case, level: str) -> dict[str, Any]:
     from maxdiff.topologies import parse
 
     topology = parse(case.topology, case.slices)
-    config = configuration(case.model, case.resolution, case.batch, ["cache_latents_text_encoder_outputs=true", *case.keys])
+    file = [str(ROOT / "configs" / "tpu" / f"{case.file}.yml")] if case.file else []
+    keys = ["cache_latents_text_encoder_outputs=true", *file, *case.keys]
+    config = configuration(case.model, 1024 if case.model == "sdxl" else 512, 1, keys)
     return aot.report(aot.prepare(config, topology.devices()), topology, level)
 
 
@@ -88,8 +95,8 @@ def run(case: Case, level: str) -> dict[str, Any]:
     return {**dataclasses.asdict(case), "name": case.name, **found}
 
 
-COLUMNS = ("model", "topology", "data x fsdp x tensor", "batch a chip", "keys", "fits, GiB", "weights", "average", "moments",
-           "activations", "collectives of a step, MiB sent by a chip", "estimate ms", "compile s")  # fmt: skip
+COLUMNS = ("model", "topology", "data x fsdp x tensor", "batch a chip", "file, keys", "fits, GiB", "weights", "average",
+           "moments", "activations", "collectives of a step, MiB sent by a chip", "estimate ms", "compile s")  # fmt: skip
 
 
 def row(found: dict[str, Any]) -> list[str]:
@@ -102,7 +109,7 @@ def row(found: dict[str, Any]) -> list[str]:
         found["topology"].replace(" slices", ""),
         " x ".join(map(str, found["mesh"].values())),
         str(found["per_device_batch"]),
-        " ".join(found["keys"]),
+        " ".join([f"{found['file']}.yml", *(key for key in found["keys"] if not key.startswith("per_device"))]),
         f"{'yes' if found['fits'] else '**no**'}, {found['needs'] / GIB:.1f} of {found['has'] / GIB:.1f}",
         *map(size, ("parameters", "average", "moments", "activations")),
         ", ".join(f"{name} {total['bytes'] / MIB:.0f}" for name, total in sent if total["bytes"] > MIB),
@@ -117,7 +124,7 @@ def table(lines: Sequence[dict[str, Any]]) -> str:
         columns = ("topology", "batch a chip", "published s", "estimate s", "published / estimate")
         steps = [found["estimate"]["step_s"] for found in lines]
         ratios = [found["published"] / step for found, step in zip(lines, steps, strict=True)]
-        cells = [[found["topology"], str(found["batch"]), f"{found['published']:.3f}", f"{step:.3f}", f"{ratio:.2f}"]
+        cells = [[found["topology"], str(found["per_device_batch"]), f"{found['published']:.3f}", f"{step:.3f}", f"{ratio:.2f}"]
                  for found, step, ratio in zip(lines, steps, ratios, strict=True)]  # fmt: skip
     else:
         columns, cells = COLUMNS, [row(found) for found in lines]

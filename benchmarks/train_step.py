@@ -12,6 +12,7 @@ Prints one JSON line per case; several cases run in a process each, so that one'
   * dispatch_ms, host_free: of a step alone, how long its call holds the host, and the share of its time for which it doesn't.
   * tflops, unet_tflops: a device's TFLOP/s, counted from the architecture (three forward passes of what is trained, one
     of the rest; nothing that remat repeats), and the UNet's part of it.
+  * busy_ms, idle_share, kinds_ms, largest (--profile): see kernels.py.
   * matmul_tflops: of a bfloat16 matrix product of random numbers on the same device, just before the steps.
   * mfu, mfu_of_matmul: tflops over the card's data sheet, and over that product's.
   * peak_gib: what the device had allocated at most, where it says so; host_peak_gib: this process's memory at most.
@@ -20,6 +21,7 @@ Prints one JSON line per case; several cases run in a process each, so that one'
 """
 
 import argparse
+import dataclasses
 import itertools
 import json
 import math
@@ -40,8 +42,9 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
 from architectures import ARCHITECTURES
+from kernels import profile
 
-from maxdiff import build, inputs
+from maxdiff import aot, build
 from maxdiff.accelerators import make_deterministic, peak_flops
 from maxdiff.checkpoint import Checkpoints
 from maxdiff.config import Config, load_config
@@ -68,11 +71,11 @@ def prepare(config: Config) -> tuple[Config, Task, Callable[[], list[Any]], floa
     layout = build.layout_of(config)
     mesh = layout.mesh
     config, accumulation = build.settle_batch(config, mesh)
-    task = make_task(config, layout, None)
+    task = make_task(config, layout, None, abstract=config.data.cache_latents_text_encoder_outputs)
     optimizer = build.make_adam(config, build.make_rates(config, task))
     abstract = build.abstract_of(config, layout, task, optimizer)
-    plan, tokenizers = inputs.make_plan(config), list(task.tokenizers.values())
-    abstract_batch = inputs.abstract_batch(plan, tokenizers, build.batch_sharding(mesh))
+    task, abstract_batch = aot.batch_of(config, mesh, task)
+    task = dataclasses.replace(task, constants=jax.tree.map(concrete, task.constants))
     key = build.run_key(config, mesh)
     started = time.perf_counter()
     step = build.make_step(config, layout, task, optimizer, abstract, accumulation)
@@ -91,15 +94,27 @@ def prepare(config: Config) -> tuple[Config, Task, Callable[[], list[Any]], floa
     return config, task, run, seconds, lambda: state
 
 
+def concrete(leaf: Any) -> jax.Array:
+    """An array that is there, or one of noise for one that is not."""
+    if isinstance(leaf, jax.Array):
+        return leaf
+    values = np.zeros(leaf.shape, leaf.dtype)
+    if jnp.issubdtype(leaf.dtype, jnp.floating):
+        values = np.random.default_rng(0).standard_normal(leaf.shape, np.float32).astype(leaf.dtype)
+    return jax.device_put(values, leaf.sharding)
+
+
 def random_batch(inputs: dict[str, Any], task: Task) -> dict[str, np.ndarray]:
-    """Images and captions of noise, of these shapes and dtypes."""
+    """Images and captions of noise, or what would be encoded of them, of these shapes and dtypes."""
     rng = np.random.default_rng(0)
-    limits = {"image": 256, "original_size": inputs["image"].shape[1] + 1, "crop": 1}
+    limits = {"image": 256, "original_size": 1025, "crop": 1}
     for name, network in task.networks.items():
         if name.startswith("text_encoder"):
             limits[f"input_ids{name.removeprefix('text_encoder')}"] = network.config.vocab_size
     batch = {name: rng.integers(limits[name], size=s.shape, dtype=s.dtype) for name, s in inputs.items() if name in limits}
-    return {**batch, "position": np.arange(inputs["position"].shape[0], dtype=np.int32)}
+    noise = {name: rng.standard_normal(s.shape, np.float32).astype(s.dtype)
+             for name, s in inputs.items() if jnp.issubdtype(s.dtype, jnp.floating)}  # fmt: skip
+    return {**batch, **noise, "position": np.arange(inputs["position"].shape[0], dtype=np.int32)}
 
 
 def seconds_of(function: Callable[[], Any], repeats: int) -> float:
@@ -148,7 +163,10 @@ def rates(config: Config, task: Task, step_ms: float, matmul: float) -> dict[str
     """What a step's time comes to: images and operations a second, and their share of what there could be."""
     images = config.batch.global_batch_size / step_ms * 1e3
     # One forward pass is a third of training: what training the UNet adds is the other two.
-    rest = flops.training(task.networks, [name for name in task.trained if name != "unet"], config.data.resolution)
+    encoded = config.data.cache_latents_text_encoder_outputs
+    rest = flops.training(
+        task.networks, [name for name in task.trained if name != "unet"], config.data.resolution, encoded=encoded
+    )
     unet = 1.5 * (task.flops - rest.total)
     each = images / jax.device_count() / 1e12
     peak = peak_flops(jax.devices()[0])
@@ -174,17 +192,19 @@ def peaks() -> dict[str, float | None]:
     return {"peak_gib": known and round(known / 2**30, 2), "host_peak_gib": round(process / 2**30, 2)}
 
 
-def measure(model: str, resolution: int, batch: int, steps: int, overrides: Sequence[str]) -> dict[str, Any]:
+def measure(model: str, resolution: int, batch: int, args: argparse.Namespace, overrides: Sequence[str]) -> dict[str, Any]:
     """One case."""
     config, task, run, compiled, _ = prepare(configuration(model, resolution, batch, overrides))
     matmul = matmul_tflops()
     first, _ = jax.block_until_ready([run(), run()])  # the two warm up
-    timed = times(run, steps)
+    timed = times(run, args.steps)
+    if args.profile:
+        timed |= profile(run, 3)
     loss, last = float(first[0]), float(run()[0])
     return {
         "system": "maxdiff",
         "model": model,
-        "pipeline": "full",
+        "pipeline": "cached" if config.data.cache_latents_text_encoder_outputs else "full",
         "resolution": config.data.resolution,
         "batch": config.batch.per_device_batch_size,
         "global_batch": config.batch.global_batch_size,
@@ -198,7 +218,7 @@ def measure(model: str, resolution: int, batch: int, steps: int, overrides: Sequ
         "jax": jax.__version__,
         "date": time.strftime("%Y-%m-%d"),
         "compile_s": round(compiled, 1),
-        "steps": steps,
+        "steps": args.steps,
         **timed,
         **rates(config, task, timed["step_ms"], matmul),
         **peaks(),
@@ -214,8 +234,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--resolution", nargs="+", type=int, default=[512], help="side of the images, pixels")
     parser.add_argument("--batch", nargs="+", type=int, default=[16], help="images that a device takes at once")
     parser.add_argument("--steps", type=int, default=20, help="steps timed, in windows of a fifth of them")
+    parser.add_argument("--cached", action="store_true", help="latents and text states come from a cache")
+    parser.add_argument("--profile", action="store_true", help="GPU time by kind of kernel, and the share in which none ran")
     overrides = [argument for argument in argv if "=" in argument and not argument.startswith("-")]
     args = parser.parse_args([argument for argument in argv if argument not in overrides])
+    flags = ["--profile"] if args.profile else []
+    overrides += ["cache_latents_text_encoder_outputs=true"] if args.cached else []
     cases = list(itertools.product(args.model, args.resolution, args.batch))
     try:
         for case in cases:
@@ -223,13 +247,13 @@ def main(argv: Sequence[str]) -> int:
     except ValueError as error:  # a key or value that there is not: said before minutes are spent
         parser.error(str(error))
     if len(cases) == 1:
-        result = measure(*cases[0], args.steps, overrides)
+        result = measure(*cases[0], args, overrides)
         print(json.dumps(result), flush=True)
         return int(not math.isfinite(result["loss"] + result["last_loss"]))
     failed = False
     for model, resolution, batch in cases:
         case = ["--model", model, "--resolution", str(resolution), "--batch", str(batch), "--steps", str(args.steps)]
-        done = subprocess.run([sys.executable, __file__, *case, *overrides])
+        done = subprocess.run([sys.executable, __file__, *case, *flags, *overrides])
         if done.returncode:
             print(json.dumps({"system": "maxdiff", "model": model, "resolution": resolution, "batch": batch,
                               "overrides": overrides, "error": f"exit status {done.returncode}"}), flush=True)  # fmt: skip

@@ -145,6 +145,7 @@ TABLE: dict[str, tuple[Any, Any, Callable[[Config], Any], dict[str, Any]]] = {
     "activations_dtype": ("float32", "bfloat16", see.computed, PRETRAINED),
     "precision": ("DEFAULT", "HIGHEST", see.computed, PRETRAINED),
     "attention": ("dot_product", "cudnn", see.computed, PRETRAINED),
+    "norms": ("auto", "fused", see.task_refused, PRETRAINED),
     "remat": ("none", "full", see.computed, PRETRAINED),
     "train_data_dir": ("@/one.tar", "@/two.tar", see.examples, {}),
     "data_mix": ([["@/one.tar", 1], ["@/two.tar", 1]], [["@/one.tar", 1], ["@/two.tar", 2]], see.indexes, {"train_data_dir": ""}),

@@ -1,6 +1,7 @@
 """What accelerators could do at most, which model FLOP utilisation is measured against."""
 
 import os
+import re
 from typing import Any
 
 # Dense bfloat16 FLOP/s of one TensorCore, by jax's device_kind. A jax device is one core on v2, v3, v5e, v6e and 7x, both
@@ -63,6 +64,12 @@ def peak_flops(device: Any) -> float | None:
     if device.device_kind in TENSOR_CORE_FLOPS:
         return TENSOR_CORE_FLOPS[device.device_kind] * device.num_cores
     return GPU_FLOPS.get(device.device_kind)
+
+
+def has_triton(device: Any) -> bool:
+    """Whether a jax device is a GPU that XLA compiles Triton kernels with bfloat16 for: NVIDIA's, from Ampere on."""
+    capability = re.fullmatch(r"(\d+)\.\d+", str(getattr(device, "compute_capability", "")))
+    return device.platform == "gpu" and capability is not None and int(capability[1]) >= 8
 
 
 def make_deterministic() -> None:

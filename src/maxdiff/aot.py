@@ -79,15 +79,18 @@ def prepare(config: Config, devices: Sequence[Any]) -> Step:
     task = make_task(config, layout, None, abstract=True)
     optimizer = build.make_adam(config, build.make_rates(config, task))
     state = build.abstract_of(config, layout, task, optimizer)
-    task, batch = _batch(config, mesh, whole, task)
+    task, batch = batch_of(config, mesh, task)
     key = abstract(jax.eval_shape(lambda: jax.random.key(0)), whole)
     step = build.make_step(config, layout, task, optimizer, state, accumulation)
     return Step(config, mesh, task, accumulation, state, batch, lambda: step.lower(state, task.constants, batch, key))
 
 
-def _batch(config: Config, mesh: Mesh, whole: NamedSharding, task: Task) -> tuple[Task, dict[str, Any]]:
-    """(the task, a batch of it); of what would be encoded before, where the configuration says so."""
-    split = build.batch_sharding(mesh)
+def batch_of(config: Config, mesh: Mesh, task: Task) -> tuple[Task, dict[str, Any]]:
+    """(the task, an abstract batch of it); of what would be encoded before, where the configuration says so.
+
+    Of such a task constants beside the frozen networks, which are gone if nothing needs them, are abstract.
+    """
+    split, whole = build.batch_sharding(mesh), NamedSharding(mesh, PartitionSpec())
     images = inputs.abstract_batch(inputs.make_plan(config), list(task.tokenizers.values()), split)
     if not config.data.cache_latents_text_encoder_outputs:
         return task, images

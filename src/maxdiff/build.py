@@ -41,7 +41,7 @@ HERE = {"output_dir", "jax_cache_dir", "resume_from", "skip_jax_distributed_syst
         "process_id", "libtpu_init_args"}  # fmt: skip
 # Keys that say what its networks and its state are.
 STORED = {field.name for field in dataclasses.fields(SECTIONS["model"])} | {"optimizer", "moment_dtype", "use_ema"}
-STORED -= {"activations_dtype", "precision", "attention", "remat"}
+STORED -= {"activations_dtype", "precision", "attention", "norms", "remat"}
 # Keys that decide which examples and noise a step has, and what its loss is. Where the data lie is no part of it: whether they
 # are the same is seen by their contents (`inputs.check_data`).
 EXACT = {field.name for section in ("data", "objective") for field in dataclasses.fields(SECTIONS[section])}

@@ -12,9 +12,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxdiff import sharding
+from maxdiff.accelerators import has_triton
 from maxdiff.config import Config, Model
 from maxdiff.diffusion.objective import Objective, timestep_probabilities
 from maxdiff.diffusion.schedule import NoiseSchedule, noise_schedule
@@ -189,14 +190,38 @@ def make_compute(config: Config, layout: Layout) -> Compute:
     sharded = layout.mesh.shape.get("tensor", 1) > 1
     hooks = {"constrain": layout.constrain, "gather": layout.gather} if sharded else {}
     # Of the mesh: when compiling ahead of time it is not JAX's default backend.
-    attention = kernel(model.attention, layout.mesh.devices.flat[0].platform)
+    platform = layout.mesh.devices.flat[0].platform
+    attention = kernel(model.attention, platform)
     return Compute(
         dtype=jnp.dtype(model.activations_dtype),
         precision=jax.lax.Precision[model.precision],
         attention=layout.attend(attention) if sharded else attention,
+        fused=fused_kernels(model.norms, layout.mesh),
         remat=REMAT[model.remat],
         **hooks,
     )
+
+
+def fused_kernels(norms: str, mesh: Mesh) -> Any:
+    """The module of kernels that compute norms and biases on this mesh, or None where XLA does.
+
+    Raises:
+        ValueError: for norms=fused where there are no kernels.
+    """
+    if norms == "plain":
+        return None
+    if mesh.shape.get("tensor", 1) > 1:
+        reason = "kernels are not split over a tensor axis"
+    elif not has_triton(mesh.devices.flat[0]):
+        reason = "the kernels are for NVIDIA GPUs from Ampere (compute capability 8.0) on"
+    else:
+        # Imported here: Pallas costs a second of start-up.
+        from maxdiff.models import fused
+
+        return fused
+    if norms == "fused":
+        raise ValueError(f"norms=fused is not supported here: {reason} (allowed: auto, plain)")
+    return None
 
 
 def make_objective(config: Config, schedule: NoiseSchedule) -> Objective:

@@ -36,7 +36,8 @@ class ResnetBlock2D(nnx.Module):
         """x [b h w c], temb [b t] -> [b h w c']."""
         h = self.conv1(self.norm1(x, silu=True))
         if temb is not None:
-            h = h + self.time_emb_proj(jax.nn.silu(temb))[:, None, None, :]
+            time = self.time_emb_proj(jax.nn.silu(temb))
+            h = self.compute.fused.add_to_channels(h, time) if self.compute.kernels_for(h) else h + time[:, None, None]
         h = self.conv2(self.norm2(h, silu=True))
         if self.conv_shortcut is not None:
             x = self.conv_shortcut(x)
@@ -153,10 +154,10 @@ class BasicTransformerBlock(nnx.Module):
 
     def __call__(self, x: jax.Array, context: jax.Array) -> jax.Array:
         """x [b l c], context [b k d] -> [b l c]."""
-        x = x + self.attn1(self.norm1(x))
-        x = x + self.attn2(self.norm2(x), context)
-        x = x + self.ff(self.norm3(x))
-        return self.compute.constrain(x, TOKENS)
+        x, y = self.norm1.beside(x)
+        x, y = self.norm2.beside(x + self.attn1(y))
+        x, y = self.norm3.beside(x + self.attn2(y, context))
+        return self.compute.constrain(x + self.ff(y), TOKENS)
 
 
 class Transformer2DModel(nnx.Module):

@@ -61,6 +61,7 @@ class Compute:
             and the autoencoder's one wide head take `dot_product` always: no fused kernel takes them.
         constrain: (activation, logical axes) -> the same values, with a sharding.
         gather: (parameter, logical axes) -> the same values, whole, for use in this layer.
+        fused: the module `fused`, whose GPU kernels compute norms and biases where they take the shape and dtype; or None.
         remat: wraps each residual and transformer block; `jax.checkpoint`, with or without a
             policy, recomputes it in the backward pass. By default nothing is recomputed.
     """
@@ -70,6 +71,7 @@ class Compute:
     attention: AttentionKernel = dot_product
     constrain: Callable[[jax.Array, Axes], jax.Array] = _as_is
     gather: Callable[[jax.Array, Axes], jax.Array] = _as_is
+    fused: Any = None
     remat: Callable[[Callable], Callable] = lambda block: block
 
     def __post_init__(self):
@@ -79,7 +81,20 @@ class Compute:
 
     def weight(self, parameter: nnx.Param) -> jax.Array:
         """The parameter as it enters a product: gathered, then cast (so gradients reduce in float32)."""
-        return self.gather(parameter.get_value(), parameter.axes).astype(self.dtype)
+        whole = self.gather(parameter.get_value(), parameter.axes)
+        return self.fused.cast(whole, self.dtype) if self.fused and whole.ndim == 4 else whole.astype(self.dtype)
+
+    def add(self, x: jax.Array, bias: nnx.Param | None) -> jax.Array:
+        """x [... c] plus a parameter [c], if there is one."""
+        if bias is None:
+            return x
+        if self.kernels_for(x):
+            return self.fused.add_to_channels(x, self.statistic(bias)[None])
+        return x + _along_last(self.weight(bias), x.ndim)
+
+    def kernels_for(self, x: jax.Array) -> bool:
+        """Whether `fused` computes with this activation [b ... c]."""
+        return self.fused is not None and self.fused.takes(x)
 
     def statistic(self, parameter: nnx.Param) -> jax.Array:
         """The parameter of a norm: gathered, float32."""
@@ -133,10 +148,7 @@ class Linear(nnx.Module):
         )
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = jnp.matmul(x, self.compute.weight(self.kernel), precision=self.compute.precision)
-        if self.bias is not None:
-            y = y + _along_last(self.compute.weight(self.bias), y.ndim)
-        return y
+        return self.compute.add(jnp.matmul(x, self.compute.weight(self.kernel), precision=self.compute.precision), self.bias)
 
 
 class Conv(nnx.Module):
@@ -170,7 +182,7 @@ class Conv(nnx.Module):
             dimension_numbers=("NHWC", "HWIO", "NHWC"),
             precision=self.compute.precision,
         )
-        return y + _along_last(self.compute.weight(self.bias), y.ndim)
+        return self.compute.add(y, self.bias)
 
 
 class GroupNorm(nnx.Module):
@@ -184,6 +196,9 @@ class GroupNorm(nnx.Module):
         self.bias = parameter((channels,), ("norm",), zeros)
 
     def __call__(self, x: jax.Array, *, silu: bool = False) -> jax.Array:
+        if self.compute.kernels_for(x):
+            scale, bias = self.compute.statistic(self.scale), self.compute.statistic(self.bias)
+            return self.compute.fused.group_norm(x, scale, bias, self.groups, self.eps, silu)
         mean, variance = self._statistics(x)
         over_pixels = lambda per_channel: per_channel.reshape(-1, *[1] * (x.ndim - 2), x.shape[-1])
         wide = lambda statistic: over_pixels(jnp.repeat(statistic, x.shape[-1] // self.groups, axis=-1))
@@ -214,12 +229,19 @@ class LayerNorm(nnx.Module):
         self.bias = parameter((features,), ("norm",), zeros)
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        return self.beside(x)[1]
+
+    def beside(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """(x, normalised x): for a residual block, whose sum the gradient's kernel then makes too."""
+        if self.compute.kernels_for(x):
+            scale, bias = self.compute.statistic(self.scale), self.compute.statistic(self.bias)
+            return self.compute.fused.layer_norm(x, scale, bias, self.eps)
         y = x.astype(jnp.float32)
         mean = y.mean(-1, keepdims=True)
         variance = jnp.square(y - mean).mean(-1, keepdims=True)
         y = (y - mean) * lax.rsqrt(variance + self.eps)
         scale, bias = (_along_last(self.compute.statistic(p), x.ndim) for p in (self.scale, self.bias))
-        return (y * scale + bias).astype(self.compute.dtype)
+        return x, (y * scale + bias).astype(self.compute.dtype)
 
 
 class Embed(nnx.Module):
