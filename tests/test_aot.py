@@ -37,8 +37,8 @@ TINY = [
 ]  # fmt: skip
 
 
-# All that compiles for longer, and sends nothing, is left out.
-PLAIN = [*TINY, "optimizer=lion", "use_ema=false", "max_grad_norm=0", "attention=dot_product"]
+# All that compiles for longer, and sends nothing, is left out: attention is in the middle alone.
+PLAIN = [TINY[0].replace("CrossAttn", ""), *TINY[1:], "optimizer=lion", "use_ema=false", "max_grad_norm=0", "attention=dot_product"]
 
 
 def aot(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -223,7 +223,7 @@ def test_over_slices_a_split_optimizer_sends_little(meshes: dict[str, dict[str, 
 
 
 def test_a_step_that_does_not_fit_says_by_how_much():
-    done = aot(*TINY, "topology=v5e-1", "per_device_batch_size=65536")
+    done = aot(*PLAIN, "topology=v5e-1", "per_device_batch_size=65536")
     assert done.returncode == 1, done.stderr
     assert "it does NOT fit: " in done.stdout
     assert " GiB more than the 15.75 GiB there are" in done.stdout
