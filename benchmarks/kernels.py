@@ -11,11 +11,12 @@ import jax
 
 # Of a kernel's name and of the HLO operation it came from, in this order; the first that matches says what it is.
 KINDS = {
-    "attention": r"sdpa|flash|fmha|mosaic_gpu_attention|attention",
-    "convolution": r"conv|fprop|dgrad|wgrad|implicit",
+    "attention": r"sdpa|flash|fmha|cudnn::fusion|attention",
+    "norms and sums": r"channel_sums|layer_norm",
+    "convolution": r"conv(?!ert)|fprop|dgrad|wgrad|implicit",
     "matmul": r"gemm|nvjet|cutlass|cublas|matmul|splitk|dot",
     "communication": r"nccl|all-reduce|all-gather|reduce-scatter",
-    "transposes and copies": r"transpose|copy|memcpy|nchw|nhwc|concatenate|pad",
+    "transposes and copies": r"transpose|turned|copy|memcpy|nchw|nhwc|concatenate|pad",
     "reductions": r"reduce",
     "elementwise": r"fusion|wrapped|loop|add|multiply|convert",
 }

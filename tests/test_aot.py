@@ -38,7 +38,14 @@ TINY = [
 
 
 # All that compiles for longer, and sends nothing, is left out: attention is in the middle alone.
-PLAIN = [TINY[0].replace("CrossAttn", ""), *TINY[1:], "optimizer=lion", "use_ema=false", "max_grad_norm=0", "attention=dot_product"]
+PLAIN = [
+    TINY[0].replace("CrossAttn", ""),
+    *TINY[1:],
+    "optimizer=lion",
+    "use_ema=false",
+    "max_grad_norm=0",
+    "attention=dot_product",
+]
 
 
 def aot(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from benchmarks import train_step
+from benchmarks import gpu, train_step
 from benchmarks.architectures import ARCHITECTURES
 from maxdiff.models import flops
 from maxdiff.weights.origins import open_origins
@@ -27,21 +27,43 @@ FIGURES = ["compile_s", "step_ms", "step_ms_min", "step_ms_max", "step_alone_ms"
            "tflops", "unet_tflops", "matmul_tflops", "mfu_of_matmul", "host_peak_gib", "loss", "last_loss"]  # fmt: skip
 
 
-def test_a_case_is_one_line_of_finite_figures():
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_case_is_one_line_of_finite_figures(cached: bool):
     # A process with one device, as a user has: eight would compile for twice as long.
     environment = {**os.environ, "XLA_FLAGS": "", "PYTHONPATH": str(ROOT / "src")}
     command = [sys.executable, str(ROOT / "benchmarks" / "train_step.py"), "--model", "sd15", "--resolution", "8", "--batch", "3",
-               "--steps", "2", "use_ema=false", *TINY]  # fmt: skip
+               "--steps", "2", "use_ema=false", *TINY, *(["--cached"] if cached else [])]  # fmt: skip
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     line = json.loads(done.stdout)
     assert all(math.isfinite(line[key]) for key in FIGURES)
-    expected = {"model": "sd15", "resolution": 8, "batch": 3, "global_batch": 3, "remat": "none", "ema": False, "device": "cpu",
+    expected = {"model": "sd15", "pipeline": "cached" if cached else "full", "resolution": 8, "batch": 3, "global_batch": 3, "remat": "none", "ema": False, "device": "cpu",
                 "devices": 1, "jax": jax.__version__, "mfu": None, "peak_gib": None}  # fmt: skip
     assert {key: line[key] for key in expected} == expected
     assert 0.5 < line["loss"] < 1.5
     assert line["step_ms_min"] <= line["step_ms"] <= line["step_ms_max"]
     assert line["images_per_s"] == pytest.approx(3e3 / line["step_ms"], rel=0.01)
+
+
+def test_sides_of_a_case_are_compared():
+    ours = {
+        "case": "sd2/512/32",
+        "system": "maxdiff",
+        "images_per_s": 150.0,
+        "step_ms": 213.3,
+        "step_ms_min": 213.0,
+        "step_ms_max": 214.0,
+        "mfu": 0.4,
+        "mfu_of_matmul": 0.5,
+        "peak_gib": 35.0,
+        "compile_s": 84.5,
+    }
+    peer = {**ours, "system": "torch-diffusers", "images_per_s": 120.0, "mfu": None, "compile_s": 100}
+    lines = gpu.table([ours, peer, {"case": "sd15/512/16", "system": "maxdiff", "error": "out of memory"}]).splitlines()
+    assert lines[2] == "| sd2/512/32 | MaxDiff | 150.0 | 213.3 (213.0 to 214.0) | 1.25 | 40.0% / 50.0% | 35.0 | 84 | 145.0 |"
+    assert lines[3].startswith("| sd2/512/32 | diffusers, `compile` | 120.0 | 213.3 (213.0 to 214.0) |  |  |")
+    assert "out of memory" in lines[4]
+    assert len({case.name for case in gpu.CASES}) == len(gpu.CASES)
 
 
 # Parameters of the published checkpoints; GFLOP of one forward pass at 64 x 64 latents, as torch.utils.flop_counter

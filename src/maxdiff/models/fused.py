@@ -117,7 +117,7 @@ def _layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, eps: float) -> 
         shifted = [s + plgpu.load(bias_ref.at[at])[None] for s, at in zip(scaled, block.columns, strict=True)]
         block.store(y_ref, shifted)
 
-    y = _call(kernel, (pl.cdiv(rows.shape[0], count),), jax.ShapeDtypeStruct(rows.shape, x.dtype))(rows, scale, bias)
+    y = _call("layer_norm", kernel, (pl.cdiv(rows.shape[0], count),), jax.ShapeDtypeStruct(rows.shape, x.dtype))(rows, scale, bias)
     return (x, y.reshape(x.shape)), (x, scale)
 
 
@@ -149,7 +149,7 @@ def _layer_norm_backward(eps: float, kept: Any, both: tuple[jax.Array, jax.Array
                 plgpu.store(sums_ref.at[program, i, at], total.sum(0))
 
     shapes = (jax.ShapeDtypeStruct(rows.shape, x.dtype), jax.ShapeDtypeStruct((programs, 2, width), jnp.float32))
-    dx, sums = _call(kernel, (programs,), shapes)(rows, beside, gradients, scale)
+    dx, sums = _call("layer_norm_backward", kernel, (programs,), shapes)(rows, beside, gradients, scale)
     of_scale, of_bias = sums.sum(0)
     return dx.reshape(x.shape), of_scale, of_bias
 
@@ -245,7 +245,7 @@ def _transposed(x: jax.Array) -> jax.Array:
         block = plgpu.load(x_ref.at[rows[:, None], columns[None]])
         plgpu.store(y_ref.at[columns[:, None], rows[None]], block.T)
 
-    return _call(kernel, (m // TILE, n // TILE), jax.ShapeDtypeStruct((n, m), x.dtype))(x)
+    return _call("turned_gradient", kernel, (m // TILE, n // TILE), jax.ShapeDtypeStruct((n, m), x.dtype))(x)
 
 
 def _sums(
@@ -277,9 +277,9 @@ def _sums(
             plgpu.store(refs[-1].at[i, split, example, columns], total.sum(0))
 
     shape = jax.ShapeDtypeStruct((count, splits, b, c), jnp.float32)
-    return list(_call(kernel, (b, c // CHANNELS, splits), shape)(*arrays, *vectors).sum(1))
+    return list(_call("channel_sums", kernel, (b, c // CHANNELS, splits), shape)(*arrays, *vectors).sum(1))
 
 
-def _call(kernel: Callable[..., None], grid: tuple[int, ...], shapes: Any) -> Callable[..., Any]:
+def _call(name: str, kernel: Callable[..., None], grid: tuple[int, ...], shapes: Any) -> Callable[..., Any]:
     params = plgpu.CompilerParams(num_warps=WARPS, num_stages=2)
-    return pl.pallas_call(kernel, shapes, grid=grid, compiler_params=params, interpret=INTERPRET)
+    return pl.pallas_call(kernel, shapes, grid=grid, compiler_params=params, interpret=INTERPRET, name=name)

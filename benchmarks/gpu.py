@@ -1,0 +1,151 @@
+"""Training steps on GPUs, each beside what PyTorch diffusers makes of the same work on the same card.
+
+    python benchmarks/gpu.py [--profile] [NAME ...] > steps.jsonl     2 to 4 minutes a side and case; --list names the cases
+    python benchmarks/gpu.py --table steps.jsonl                      as Markdown
+
+Each side runs in a process of its own: ours is train_step.py, the peer peers/torch_train_step.py, which needs torch, diffusers
+and transformers (--no-peers leaves it out). Both have float32 weights and moments, bfloat16 activations, AdamW and clipping.
+Cases for several GPUs run where there are as many. A line of JSON a side, and a line of progress on stderr.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parent
+# Images a second and GPU, which others published for this work on an H100: NVIDIA's MLPerf code (SD2, 32 images a GPU, cached).
+PUBLISHED = {"sd2/512/32": 145.0}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A step.
+
+    Attributes:
+        cached: latents and text states come from a cache; else from images and tokens, by the frozen networks.
+        keys: what our command line says besides.
+        peer: what the peer's says; None for no peer.
+        gpus: how many there must be.
+    """
+
+    model: str
+    resolution: int
+    batch: int
+    cached: bool = True
+    keys: tuple[str, ...] = ("use_ema=false",)
+    peer: tuple[str, ...] | None = ()
+    gpus: int = 1
+    label: str = ""
+
+    @property
+    def name(self) -> str:
+        parts = [self.model, str(self.resolution), str(self.batch), *([] if self.cached else ["full"])]
+        return "/".join([*parts, *([self.label] if self.label else [])])
+
+    def commands(self) -> Iterator[tuple[str, list[str]]]:
+        """(system, command) of each side."""
+        shape = ["--model", self.model, "--resolution", str(self.resolution), "--batch", str(self.batch)]
+        yield "maxdiff", [str(FOLDER / "train_step.py"), *shape, *(["--cached"] if self.cached else []), *self.keys]
+        if self.peer is not None:
+            pipeline = ["--pipeline", "unet" if self.cached else "full", "--modes", "compile"]
+            yield "torch-diffusers", [str(FOLDER / "peers" / "torch_train_step.py"), *shape, *pipeline, *self.peer]
+
+
+MOMENTS = ("use_ema=false", "moment_dtype=bfloat16")
+CASES = [
+    Case("sd2", 512, 32),
+    Case("sd15", 512, 16),
+    Case("sd2", 512, 32, keys=MOMENTS, peer=None, label="bfloat16-moments"),
+    Case("sd2", 256, 128),
+    *(Case("sd2", 512, batch) for batch in (2, 4, 8)),
+    Case("sd15", 512, 16, cached=False),
+    Case("sdxl", 1024, 4, keys=("remat=full",), peer=("--remat", "--ema"), label="ema"),
+    Case("sd2", 512, 32, keys=("use_ema=false",), peer=None, gpus=2, label="data"),
+    Case("sd2", 512, 32, keys=("use_ema=false", "ici_fsdp_parallelism=2"), peer=None, gpus=2, label="fsdp"),
+]
+
+
+def gpus() -> int:
+    """How many NVIDIA GPUs this host has; 0 without its driver."""
+    try:
+        return len(subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout.splitlines())
+    except FileNotFoundError:
+        return 0
+
+
+def run(case: Case, system: str, command: Sequence[str]) -> dict[str, Any]:
+    """The line that a side printed, or the last line of what it said."""
+    visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(case.gpus)))}
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, env={**os.environ, **visible})
+    lines = done.stdout.splitlines()
+    if done.returncode or not lines:
+        return {"case": case.name, "system": system, "error": (done.stderr.strip().splitlines() or ["nothing was printed"])[-1]}
+    return {**json.loads(lines[-1]), "case": case.name}
+
+
+COLUMNS = ("case", "system", "images/s", "step ms (least to greatest)", "ratio to the peer", "MFU, data sheet / measured",
+           "peak GiB a device", "compile s", "published, H100")  # fmt: skip
+
+
+def row(found: dict[str, Any], peer: dict[str, Any] | None) -> list[str]:
+    """The cells of a side."""
+    if "error" in found:
+        return [found["case"], found["system"], found["error"], *[""] * (len(COLUMNS) - 3)]
+    ours = found["system"] == "maxdiff"
+    ratio = f"{found['images_per_s'] / peer['images_per_s']:.2f}" if ours and peer and "images_per_s" in peer else ""
+    mfu = f"{100 * found['mfu']:.1f}% / {100 * found['mfu_of_matmul']:.1f}%" if found.get("mfu") else ""
+    steps = f"{found['step_ms']:.1f} ({found['step_ms_min']:.1f} to {found['step_ms_max']:.1f})"
+    published = PUBLISHED.get(found["case"], "") if ours else ""
+    compiled = found.get("compile_s", found.get("warm_up_s"))
+    return [found["case"], "MaxDiff" if ours else "diffusers, `compile`", f"{found['images_per_s']:.1f}", steps, ratio, mfu,
+            str(found["peak_gib"]), f"{compiled:.0f}", str(published)]  # fmt: skip
+
+
+def table(lines: Sequence[dict[str, Any]]) -> str:
+    """Markdown."""
+    peers = {found["case"]: found for found in lines if found["system"] != "maxdiff"}
+    cells = [row(found, peers.get(found["case"])) for found in lines]
+    return "\n".join(f"| {' | '.join(cell)} |" for cell in (COLUMNS, ["---"] * len(COLUMNS), *cells))
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command line; exit status 1 if a side failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="of cases; all that this host has GPUs for, if none is given")
+    parser.add_argument("--list", action="store_true", help="name the cases")
+    parser.add_argument("--no-peers", action="store_true")
+    parser.add_argument("--profile", action="store_true", help="GPU time by kind of kernel, of our side")
+    parser.add_argument("--table", type=Path, metavar="FILE")
+    args = parser.parse_args(argv)
+    if args.list:
+        print("\n".join(case.name for case in CASES))
+        return 0
+    if args.table:
+        print(table([json.loads(line) for line in args.table.read_text().splitlines()]))
+        return 0
+    if unknown := set(args.names) - {case.name for case in CASES}:
+        parser.error(f"there is no case {min(unknown)} (allowed: {', '.join(case.name for case in CASES)})")
+    if not (there := gpus()):
+        parser.error("there is no NVIDIA GPU here")
+    wanted = [case for case in CASES if case.name in args.names or (not args.names and case.gpus <= there)]
+    sides = [(case, *side) for case in wanted for side in case.commands() if side[0] == "maxdiff" or not args.no_peers]
+    failed, started = 0, time.monotonic()
+    for number, (case, system, command) in enumerate(sides, 1):
+        found = run(case, system, [*command, *(["--profile"] if args.profile and system == "maxdiff" else [])])
+        failed += "error" in found
+        print(json.dumps(found), flush=True)
+        seconds = time.monotonic() - started
+        left = seconds / number * (len(sides) - number)
+        print(f"{number} of {len(sides)}: {case.name}, {system}, {seconds:.0f} s, about {left:.0f} s left", file=sys.stderr)
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
