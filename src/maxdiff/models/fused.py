@@ -117,7 +117,9 @@ def _layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, eps: float) -> 
         shifted = [s + plgpu.load(bias_ref.at[at])[None] for s, at in zip(scaled, block.columns, strict=True)]
         block.store(y_ref, shifted)
 
-    y = _call("layer_norm", kernel, (pl.cdiv(rows.shape[0], count),), jax.ShapeDtypeStruct(rows.shape, x.dtype))(rows, scale, bias)
+    y = _call("layer_norm", kernel, (pl.cdiv(rows.shape[0], count),), jax.ShapeDtypeStruct(rows.shape, x.dtype))(
+        rows, scale, bias
+    )
     return (x, y.reshape(x.shape)), (x, scale)
 
 
