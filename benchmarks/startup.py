@@ -55,11 +55,19 @@ def start(command: Sequence[str]) -> dict[str, Any]:
 def command(model: str, resolution: int, batch: int, folder: Path, name: str, overrides: Sequence[str]) -> list[str]:
     """train.py's, of a run of two steps."""
     keys = {
-        "run_name": name, "output_dir": folder / "runs", "jax_cache_dir": folder / "programs",
-        "pretrained_model_name_or_path": "", "train_data_dir": str(ROOT / "data" / "emoji" / "heldout-*.tar"), "dataset_save_location": folder / "indexes",
-        "resolution": resolution, "per_device_batch_size": batch, "max_train_steps": 2, "log_period": 1, "use_ema": "false",
-        **{part: json.dumps(given) for part, given in ARCHITECTURES[model].items()},
-    }  # fmt: skip
+        "run_name": name,
+        "output_dir": folder / "runs",
+        "jax_cache_dir": folder / "programs",
+        "dataset_save_location": folder / "indexes",
+        "train_data_dir": str(ROOT / "data" / "emoji" / "heldout-*.tar"),
+        "pretrained_model_name_or_path": "",
+        "resolution": resolution,
+        "per_device_batch_size": batch,
+        "max_train_steps": 2,
+        "log_period": 1,
+        "use_ema": "false",
+        **{part: json.dumps(architecture) for part, architecture in ARCHITECTURES[model].items()},
+    }
     given = [f"{key}={value}" for key, value in keys.items()]
     return [sys.executable, str(ROOT / "train.py"), str(ROOT / "configs" / CONFIGS[model]), *given, *overrides]
 
