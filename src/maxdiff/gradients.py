@@ -101,19 +101,27 @@ def _manual(losses: Losses, mesh: Mesh, specs: Params, accumulation: int, update
     axes = _batch_axes(mesh)
     several = [axis for axis in axes if mesh.shape[axis] > 1]  # XLA does not leave out a sum over one device
 
-    def reduce(gradient: jax.Array, spec: PartitionSpec) -> jax.Array:
-        splits = _splits(spec)
-        for dim, axis in splits:
-            gradient = psum_scatter(gradient, mesh, axis, dim)
-        whole = tuple(axis for axis in several if axis not in (split for _, split in splits))
-        return lax.psum(gradient, whole) if whole else gradient
+    def reduce(gradients: Params) -> Params:
+        leaves, tree = jax.tree.flatten(gradients)
+        splits = [_splits(spec) for spec in jax.tree.leaves(update_specs)]
+        for turn in range(max(map(len, splits))):
+            for axis in axes:
+                turns = [
+                    (i, given[turn][0]) for i, given in enumerate(splits) if given[turn : turn + 1] and given[turn][1] == axis
+                ]
+                scattered = psum_scatter([leaves[i] for i, _ in turns], mesh, axis, [dim for _, dim in turns])
+                for (i, _), leaf in zip(turns, scattered, strict=True):
+                    leaves[i] = leaf
+        for i, given in enumerate(splits):
+            if whole := tuple(axis for axis in several if axis not in {split for _, split in given}):
+                leaves[i] = lax.psum(leaves[i], whole)
+        return tree.unflatten(leaves)
 
     def local(weights: Params, constants: Any, batch: Batch) -> tuple[jax.Array, Params]:
         examples = _examples(batch) * _shards(mesh)
         micro = {key: x.reshape(accumulation, -1, *x.shape[1:]) for key, x in batch.items()}
         loss, gradient = _accumulate(losses, weights, constants, micro)
-        gradient = jax.tree.map(lambda g, spec: reduce(g, spec) / examples, gradient, update_specs)
-        return lax.psum(loss, axes) / examples, gradient
+        return lax.psum(loss, axes) / examples, jax.tree.map(lambda g: g / examples, reduce(gradient))
 
     mapped = _on_each_device(local, mesh, specs, (PartitionSpec(), update_specs), dtype)
     return lambda params, constants, batch: mapped(params, constants, _checked(batch, mesh, accumulation))

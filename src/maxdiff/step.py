@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.sharding import PartitionSpec
 
 from maxdiff import torus
 from maxdiff.gradients import Batch, GradientFunction
@@ -49,12 +48,17 @@ class ShardedUpdate:
         if not torus.on_tpu(mesh):
             return lax.with_sharding_constraint(params, self.stored)
         of = lambda shardings: jax.tree.map(lambda sharding: sharding.spec, shardings)
+        pairs = zip(*(jax.tree.leaves(of(shardings)) for shardings in (self.stored, self.updates)), strict=True)
+        dims = {i: dim for i, (stored, updates) in enumerate(pairs) if updates != stored
+                for dim, entry in enumerate(updates) if "data" in _axes(entry)}  # fmt: skip
 
-        def whole(p: jax.Array, stored: PartitionSpec, updates: PartitionSpec) -> jax.Array:
-            dims = [dim for dim, entry in enumerate(updates) if "data" in _axes(entry) and updates != stored]
-            return torus.all_gather(p, mesh, "data", dims[0]) if dims else p
+        def local(params: Params) -> Params:
+            leaves, tree = jax.tree.flatten(params)
+            gathered = torus.all_gather([leaves[i] for i in dims], mesh, "data", list(dims.values()))
+            for i, leaf in zip(dims, gathered, strict=True):
+                leaves[i] = leaf
+            return tree.unflatten(leaves)
 
-        local = lambda params: jax.tree.map(whole, params, of(self.stored), of(self.updates))
         return jax.shard_map(local, mesh=mesh, in_specs=(of(self.updates),), out_specs=of(self.stored), check_vma=False)(params)
 
 
