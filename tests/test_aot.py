@@ -94,6 +94,8 @@ ENTRY %main.7 (a: f32[8]) -> f32[8] {
   %m.1 = f32[8]{0} all-reduce(%a), replica_groups=mesh['data'=2,'fsdp'=2] {'data'}, to_apply=%sum.1
   %f.1 = f32[2]{0} fusion(%a), kind=kCustom, calls=%all-reduce-scatter.5
   %s.1 = (f32[2,8]{1,0}, u32[], token[]) send(%b, %t), frontend_attributes={_xla_megascale_target="{1,2}x{0:3}",_xla_megascale_transfer_type="ALL_REDUCE"}
+  %s.2 = (f32[4]{0}, u32[], token[]) send(%b, %t), frontend_attributes={_xla_megascale_target="{0,1,2}x{0:3}",_xla_megascale_transfer_type="ALL_GATHER"}
+  %s.3 = (f32[6]{0}, u32[], token[]) send(%b, %t), frontend_attributes={_xla_megascale_target="{0,1,2}x{0:3}",_xla_megascale_transfer_type="REDUCE_SCATTER"}
   ROOT %p.9 = f32[4]{0} collective-permute(%a), source_target_pairs={{0,2},{2,0}}
 }
 """
@@ -103,10 +105,11 @@ def test_collectives_are_read_from_hlo():
     """Bytes by hand: what a device sends in a ring."""
     found = hlo.totals(hlo.collectives(HLO, slice_of=lambda device: device // 2))
     assert found == {
-        "dcn all-gather": {"count": 2, "bytes": 8 * 2 * 3 / 4 + 16},
+        # A slice's own 16 bytes go to two others; of the 24 that are summed two thirds.
+        "dcn all-gather": {"count": 3, "bytes": 8 * 2 * 3 / 4 + 16 + 2 * 16},
         "dcn all-reduce": {"count": 3, "bytes": 16 * 4 + 32 + 2 * 24},
         "dcn collective-permute": {"count": 1, "bytes": 16},
-        "dcn reduce-scatter": {"count": 1, "bytes": 2 * 4 * 3},
+        "dcn reduce-scatter": {"count": 2, "bytes": 2 * 4 * 3 + 24 * 2 / 3},
         "ici all-reduce": {"count": 3, "bytes": 3 * 32},
     }
     assert hlo.totals(hlo.collectives(HLO))["ici all-gather"] == {"count": 2, "bytes": 12 + 16}

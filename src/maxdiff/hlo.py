@@ -16,6 +16,8 @@ SENT: dict[str, Callable[[int], float]] = {
     "all-gather": lambda n: (n - 1) / n, "all-reduce": lambda n: 2 * (n - 1) / n, "reduce-scatter": lambda n: n - 1.0,
     "all-to-all": lambda n: (n - 1) / n, "collective-permute": lambda _: 1.0,
 }  # fmt: skip
+# Likewise of each byte that is handed over to be sent, as between slices.
+SENT_OF_OPERAND = {**SENT, "all-gather": SENT["reduce-scatter"], "reduce-scatter": SENT["all-gather"]}
 # `  %name = shape opcode(operands), attributes`; a shape may be a tuple.
 INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = (\(.*?\)|\S+) ([\w-]+)\((.*)$")
 ARRAY = re.compile(rf"(?:{'|'.join(ITEM_BYTES)})\[[\d,]*\]")
@@ -169,7 +171,7 @@ def _between_slices(shape: str, rest: str, times: int) -> Collective:
     # {1,2}x{0:3}: slices 1 and 2, devices 0 to 3 of each.
     slices = re.findall(r'megascale_target="\{([\d,]+)\}', rest)
     group = len(slices[0].split(",")) if slices else 2
-    sent = SENT.get(kind, lambda _: 1.0)(group)
+    sent = SENT_OF_OPERAND.get(kind, lambda _: 1.0)(group)
     shapes = _shapes(shape)[:1]  # then come a flag and a token
     return Collective(kind, tuple(shapes), group, True, times, times * sent * sum(map(size, shapes)))
 
