@@ -95,7 +95,7 @@ def clip(path_or_repo: str | Path, revision: str | None = None) -> CLIPEmbedder:
     """Embeddings of images and texts by a CLIPModel (Radford et al. 2021): transformers' folder, or a repository on the hub.
 
     Raises:
-        FileNotFoundError, ValueError: as `load_clip`.
+        FileNotFoundError, ValueError, ImportError: as `load_clip`.
     """
     loaded = load_clip(path_or_repo, revision)
     network, params = loaded.text

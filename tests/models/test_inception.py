@@ -1,5 +1,7 @@
 """InceptionV3 beside pytorch-fid's, by figures that make_inception_features.py has taken from it."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -108,3 +110,24 @@ def test_images_of_another_kind_are_an_error(weights: Path):
     for images in (np.zeros((2, 8, 8, 3), np.float32), np.zeros((8, 8, 3), np.uint8), np.zeros((2, 3, 8, 8), np.uint8)):
         with pytest.raises(ValueError, match=r"images are uint8 \[b h w 3\], not (float32|uint8) \["):
             extract(images)
+
+
+def test_safetensors_need_no_torch(weights: Path, tmp_path: Path):
+    pickle = tmp_path / "inception.pth"
+    pickle.touch()
+    code = f"""
+import sys
+sys.modules["torch"] = sys.modules["transformers"] = None  # an import of them fails
+from maxdiff.features import efficientnet, inception
+inception({str(weights)!r})
+for load in (lambda: inception({str(pickle)!r}), efficientnet):
+    try:
+        load()
+    except ImportError as error:
+        print(error)
+"""
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False)
+    lines = done.stdout.splitlines()
+    assert (len(lines), done.stderr) == (2, "")
+    assert all(line.endswith("is a PyTorch pickle, which needs torch: pip install 'maxdiff[torch]'") for line in lines)
+    assert "efficientnet-lite0" in lines[1]

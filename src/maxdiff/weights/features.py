@@ -85,6 +85,7 @@ def load_clip(path_or_repo: str | Path, revision: str | None = None) -> LoadedCL
     Raises:
         FileNotFoundError: if there is none, or a file is missing.
         ValueError: if it is another model, or one that we would compute wrongly; naming file and key.
+        ImportError: for a repository that has a .bin alone, where torch is not installed.
     """
     source = open_source(path_or_repo, revision)
     image_config, text_config = clip_configs(source.json("config.json"), f"{source.name}/config.json")
