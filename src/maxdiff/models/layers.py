@@ -152,7 +152,7 @@ class Linear(nnx.Module):
 
 
 class Conv(nnx.Module):
-    """2-D convolution; x is [b h w in], the kernel [k k in out]. `padding` is as in lax."""
+    """2-D convolution; x is [b h w in], the kernel [kh kw in/groups out]. `padding` is as in lax."""
 
     def __init__(
         self,
@@ -160,18 +160,21 @@ class Conv(nnx.Module):
         out_channels: int,
         compute: Compute,
         *,
-        kernel_size: int = 3,
+        kernel_size: int | tuple[int, int] = 3,
         stride: int = 1,
-        padding: tuple[tuple[int, int], tuple[int, int]] | None = None,
+        padding: tuple[tuple[int, int], tuple[int, int]] | str | None = None,
+        groups: int = 1,
+        use_bias: bool = True,
         init: Initializer = fan_in_uniform,
     ):
         self.compute = compute
-        self.stride = stride
-        half = (kernel_size - 1) // 2
-        self.padding = padding or ((half, half), (half, half))
-        shape = (kernel_size, kernel_size, in_channels, out_channels)
+        self.stride, self.groups = stride, groups
+        height, width = kernel_size if isinstance(kernel_size, tuple) else (kernel_size, kernel_size)
+        above, left = (height - 1) // 2, (width - 1) // 2
+        self.padding = padding or ((above, above), (left, left))
+        shape = (height, width, in_channels // groups, out_channels)
         self.kernel = parameter(shape, (None, None, "conv_in", "conv_out"), init)
-        self.bias = parameter((out_channels,), ("norm",), zeros)
+        self.bias = parameter((out_channels,), ("norm",), zeros) if use_bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
         y = lax.conv_general_dilated(
@@ -180,9 +183,30 @@ class Conv(nnx.Module):
             (self.stride, self.stride),
             self.padding,
             dimension_numbers=("NHWC", "HWIO", "NHWC"),
+            feature_group_count=self.groups,
             precision=self.compute.precision,
         )
         return self.compute.add(y, self.bias)
+
+
+class BatchNorm(nnx.Module):
+    """Batch normalisation (Ioffe & Szegedy 2015) of [b h w c] by the statistics that training has left: inference alone."""
+
+    def __init__(self, channels: int, compute: Compute, eps: float):
+        self.compute, self.eps = compute, eps
+        self.scale = parameter((channels,), ("norm",), ones)
+        self.bias = parameter((channels,), ("norm",), zeros)
+        self.running_mean = parameter((channels,), ("norm",), zeros)
+        self.running_var = parameter((channels,), ("norm",), ones)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        scale, bias, mean, variance = (
+            self.compute.statistic(p) for p in (self.scale, self.bias, self.running_mean, self.running_var)
+        )
+        # Folded to one product and one sum for each channel, which the convolution before can take along.
+        slope = scale * lax.rsqrt(variance + self.eps)
+        y = x.astype(jnp.float32) * _along_last(slope, x.ndim) + _along_last(bias - mean * slope, x.ndim)
+        return y.astype(self.compute.dtype)
 
 
 class GroupNorm(nnx.Module):

@@ -14,7 +14,8 @@ import numpy as np
 from maxdiff.models.network import Path as ParameterPath
 from maxdiff.weights.tensors import Tensor, Tensors
 
-LEAVES = {"kernel": "weight", "scale": "weight", "embedding": "weight", "bias": "bias"}
+# A leaf of any other name (bias, running_mean, class_embedding) is called so there too.
+LEAVES = {"kernel": "weight", "scale": "weight", "embedding": "weight"}
 
 # The attention of autoencoders written before diffusers 0.17.
 OLD_ATTENTION = re.compile(r"(?<=\.attentions\.0\.)(query|key|value|proj_attn)(?=\.)")
@@ -23,13 +24,13 @@ NEW_ATTENTION = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "
 FLAX_INDEX = re.compile(
     r"\b(down_blocks|up_blocks|resnets|attentions|downsamplers|upsamplers|transformer_blocks|to_out|net)_(\d+)\b"
 )
-# Buffers that torch once saved with the weights.
-BUFFERS = re.compile(r"(^|\.)position_ids$")
+# Buffers that torch saved with the weights, which no output depends on.
+BUFFERS = re.compile(r"(^|\.)(position_ids|num_batches_tracked)$")
 
 
 def torch_key(path: ParameterPath) -> str:
     """The checkpoint's key for a parameter."""
-    return ".".join(map(str, (*path[:-1], LEAVES[str(path[-1])])))
+    return ".".join(map(str, (*path[:-1], LEAVES.get(str(path[-1]), path[-1]))))
 
 
 def normalise(tensors: Mapping[str, Tensor], *, flax: bool, text_encoder: bool) -> Tensors:
