@@ -186,7 +186,8 @@ def _columns(rows: jax.Array) -> list[jax.Array]:
 
 
 def _row_mean(pieces: Sequence[jax.Array]) -> jax.Array:
-    return sum(piece.sum(1, keepdims=True) for piece in pieces) / sum(piece.shape[1] for piece in pieces)
+    sums = [piece.sum(1, keepdims=True) for piece in pieces]
+    return functools.reduce(jnp.add, sums) / sum(piece.shape[1] for piece in pieces)
 
 
 def _normalised(pieces: Sequence[jax.Array], eps: float) -> tuple[jax.Array, list[jax.Array]]:
