@@ -256,6 +256,15 @@ def test_mistakes_are_told_in_a_line(argument: str, message: str):
     assert len(done.stderr.splitlines()) == 1
 
 
+def test_without_libtpu_it_says_what_brings_it(tmp_path: Path):
+    (tmp_path / "libtpu.py").write_text("raise ImportError('none')")
+    command = [sys.executable, "-m", "maxdiff.aot", str(ROOT / "configs" / "base.yml"), *SMALL, "topology=v5e-4"]
+    environment = {**os.environ, **WITHOUT_TPU, "XLA_FLAGS": "", "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT / 'src'}"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
+    assert "needs libtpu, which pip install -e '.[tpu]' brings" in done.stderr
+
+
 def test_help_is_one_line(capsys: pytest.CaptureFixture):
     assert main(["--help"]) == 0
     assert capsys.readouterr().out.startswith("usage: python -m maxdiff.aot CONFIG.yml topology=NAME ")

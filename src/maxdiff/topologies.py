@@ -84,13 +84,12 @@ class Topology:
         """jax devices of it, which programs can be compiled for and nothing else; needs libtpu, and no TPU.
 
         Raises:
-            ImportError: without libtpu.
-            ValueError: if libtpu knows no such slice.
+            ValueError: without libtpu, or if it knows no such slice.
         """
         try:
             import libtpu  # noqa: F401  # pyright: ignore[reportMissingImports]
         except ImportError:
-            raise ImportError("compiling for a TPU needs libtpu: pip install 'maxdiff[tpu]'") from None
+            raise ValueError("compiling for a TPU needs libtpu, which pip install -e '.[tpu]' brings") from None
         from jax.experimental import topologies
 
         # libtpu takes a host for one of several chips.
