@@ -10,7 +10,6 @@ each; so the two fast ones ought to differ as each differs from float32. key=val
 import argparse
 import itertools
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -22,15 +21,15 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent))
 import startup
 
+from maxdiff.metrics import read_metrics
+
 RUNS = {"fused": ["norms=fused"], "plain": ["norms=plain"], "float32": ["activations_dtype=float32", "attention=dot_product"]}
 
 
 def losses(command: Sequence[str], folder: Path) -> np.ndarray:
     """Run it; the loss of each step."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(startup.ROOT / "src"), os.environ.get("PYTHONPATH", "")])}
-    subprocess.run(command, env=environment, check=True, stdout=sys.stderr)
-    lines = map(json.loads, (folder / "metrics" / "metrics.jsonl").read_text().splitlines())
-    return np.array([line["loss"] for line in lines if "loss" in line])
+    subprocess.run(command, env=startup.environment(), check=True, stdout=sys.stderr)
+    return np.array([record["loss"] for record in read_metrics(folder) if "loss" in record])
 
 
 def main(argv: Sequence[str]) -> int:

@@ -19,6 +19,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent))
+from report import markdown, progress
+
 FOLDER = Path(__file__).parent
 # Images a second and GPU, which others published for this work on an H100: NVIDIA's MLPerf code (SD2, 32 images a GPU, cached).
 PUBLISHED = {"sd2/512/32": 145.0}
@@ -32,7 +35,8 @@ class Case:
         cached: latents and text states come from a cache; else from images and tokens, by the frozen networks.
         keys: what our command line says besides.
         peer: what the peer's says; None for no peer.
-        gpus: how many there must be.
+        gpus: how many it runs on.
+        label: what sets it apart from another case of the same shape.
     """
 
     model: str
@@ -111,8 +115,7 @@ def row(found: dict[str, Any], peer: dict[str, Any] | None) -> list[str]:
 def table(lines: Sequence[dict[str, Any]]) -> str:
     """Markdown."""
     peers = {found["case"]: found for found in lines if found["system"] != "maxdiff"}
-    cells = [row(found, peers.get(found["case"])) for found in lines]
-    return "\n".join(f"| {' | '.join(cell)} |" for cell in (COLUMNS, ["---"] * len(COLUMNS), *cells))
+    return markdown(COLUMNS, [row(found, peers.get(found["case"])) for found in lines])
 
 
 def main(argv: Sequence[str]) -> int:
@@ -141,9 +144,7 @@ def main(argv: Sequence[str]) -> int:
         found = run(case, system, [*command, *(["--profile"] if args.profile and system == "maxdiff" else [])])
         failed += "error" in found
         print(json.dumps(found), flush=True)
-        seconds = time.monotonic() - started
-        left = seconds / number * (len(sides) - number)
-        print(f"{number} of {len(sides)}: {case.name}, {system}, {seconds:.0f} s, about {left:.0f} s left", file=sys.stderr)
+        progress(number, len(sides), f"{case.name}, {system}", started)
     return int(failed > 0)
 
 

@@ -13,6 +13,7 @@ import jax
 KINDS = {
     "attention": r"sdpa|flash|fmha|cudnn::fusion|attention",
     "norms and sums": r"channel_sums|layer_norm",
+    "update": r"loop_select",  # the optimizer's: it chooses, element by element, whether the step is good
     "convolution": r"conv(?!ert)|fprop|dgrad|wgrad|implicit",
     "matmul": r"gemm|nvjet|cutlass|cublas|matmul|splitk|dot",
     "communication": r"nccl|all-reduce|all-gather|reduce-scatter",

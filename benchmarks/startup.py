@@ -29,17 +29,21 @@ ROOT = Path(__file__).parent.parent
 MOMENTS = {r"compiled in ([\d.]+) s": "compiled", r"step 1/": "first_step", r"step 2/": "second_step"}
 
 
+def environment() -> dict[str, str]:
+    """That of a process which imports this checkout."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}
+
+
 def start(command: Sequence[str]) -> dict[str, Any]:
     """Run it; seconds from its start to each of MOMENTS, and what it said of compilation.
 
     Raises:
         RuntimeError: with the end of what it printed, if it fails or prints no such line.
     """
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}
     found: dict[str, Any] = {}
     lines = []
     started = time.monotonic()
-    with subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+    with subprocess.Popen(command, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
         assert process.stdout is not None
         for line in process.stdout:
             lines.append(line)

@@ -20,9 +20,10 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parent))
+from report import markdown, progress
 
+ROOT = Path(__file__).parent.parent
 GIB, MIB = 2**30, 2**20
 
 
@@ -110,7 +111,9 @@ def row(found: dict[str, Any]) -> list[str]:
         " x ".join(map(str, found["mesh"].values())),
         str(found["per_device_batch"]),
         " ".join([f"{found['file']}.yml", *(key for key in found["keys"] if not key.startswith("per_device"))]),
-        f"{'yes' if found['fits'] else '**no**'}, {found['needs'] / GIB:.1f} of {found['has'] / GIB:.1f}",
+        f"{'yes' if found['fits'] else '**no**'}, {found['needs'] / GIB:.1f} of {found['has'] / GIB:.1f}"
+        if "needs" in found
+        else f"**no**: {found['said']}",
         *map(size, ("parameters", "average", "moments", "activations")),
         ", ".join(f"{name} {total['bytes'] / MIB:.0f}" for name, total in sent if total["bytes"] > MIB),
         f"{1e3 * estimate['step_s']:.0f}" if estimate else "",
@@ -128,7 +131,7 @@ def table(lines: Sequence[dict[str, Any]]) -> str:
                  for found, step, ratio in zip(lines, steps, ratios, strict=True)]  # fmt: skip
     else:
         columns, cells = COLUMNS, [row(found) for found in lines]
-    return "\n".join(f"| {' | '.join(cell)} |" for cell in (columns, ["---"] * len(columns), *cells))
+    return markdown(columns, cells)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -160,9 +163,7 @@ def main(argv: Sequence[str]) -> int:
             found = done.result()
             failed += "failed" in found
             print(json.dumps(found), flush=True)
-            seconds = time.monotonic() - started
-            left = seconds / number * (len(wanted) - number)
-            print(f"{number} of {len(wanted)}: {found['name']}, {seconds:.0f} s, about {left:.0f} s left", file=sys.stderr)
+            progress(number, len(wanted), found["name"], started)
     return int(failed > 0)
 
 

@@ -8,6 +8,7 @@ differentiated is their mean over the global batch, so splitting it, over device
 nothing but the order of a float32 sum. `constants` are what is not trained: frozen networks, the step's key.
 """
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -104,14 +105,12 @@ def _manual(losses: Losses, mesh: Mesh, specs: Params, accumulation: int, update
     def reduce(gradients: Params) -> Params:
         leaves, tree = jax.tree.flatten(gradients)
         splits = [_splits(spec) for spec in jax.tree.leaves(update_specs)]
-        for turn in range(max(map(len, splits))):
-            for axis in axes:
-                turns = [
-                    (i, given[turn][0]) for i, given in enumerate(splits) if given[turn : turn + 1] and given[turn][1] == axis
-                ]
-                scattered = psum_scatter([leaves[i] for i, _ in turns], mesh, axis, [dim for _, dim in turns])
-                for (i, _), leaf in zip(turns, scattered, strict=True):
-                    leaves[i] = leaf
+        # All that go over the same axis at once, each leaf's own splits in their order.
+        for turn, axis in itertools.product(range(max(map(len, splits), default=0)), axes):
+            dims = {i: given[turn][0] for i, given in enumerate(splits) if len(given) > turn and given[turn][1] == axis}
+            scattered = psum_scatter([leaves[i] for i in dims], mesh, axis, list(dims.values()))
+            for i, leaf in zip(dims, scattered, strict=True):
+                leaves[i] = leaf
         for i, given in enumerate(splits):
             if whole := tuple(axis for axis in several if axis not in {split for _, split in given}):
                 leaves[i] = lax.psum(leaves[i], whole)

@@ -190,8 +190,7 @@ def make_compute(config: Config, layout: Layout) -> Compute:
     sharded = layout.mesh.shape.get("tensor", 1) > 1
     hooks = {"constrain": layout.constrain, "gather": layout.gather} if sharded else {}
     # Of the mesh: when compiling ahead of time it is not JAX's default backend.
-    platform = layout.mesh.devices.flat[0].platform
-    attention = kernel(model.attention, platform)
+    attention = kernel(model.attention, layout.mesh.devices.flat[0].platform)
     return Compute(
         dtype=jnp.dtype(model.activations_dtype),
         precision=jax.lax.Precision[model.precision],

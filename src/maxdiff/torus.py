@@ -130,7 +130,7 @@ def _as_one(operation: Callable[[jax.Array], jax.Array], xs: Sequence[jax.Array]
     ends with "Ran out of memory in memory space sflag").
     """
     found: dict[int, jax.Array] = {}
-    for dtype in {x.dtype for x in xs}:
+    for dtype in dict.fromkeys(x.dtype for x in xs):  # in an order that is every process's
         which = [i for i, x in enumerate(xs) if x.dtype == dtype]
         ends = np.cumsum([xs[i].shape[1] for i in which])
         parts = jnp.split(operation(jnp.concatenate([xs[i] for i in which], axis=1)), ends[:-1].tolist(), axis=1)

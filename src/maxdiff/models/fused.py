@@ -1,6 +1,6 @@
 """Normalisation and biases for NVIDIA GPUs: Triton kernels by Pallas where XLA reads an activation several times.
 
-What they compute is what `layers` computes without them, forward and backward, in float32 on bfloat16 or float16 activations.
+What they compute is what `layers` computes without them, forward and backward, in float32 on bfloat16 activations.
 XLA's sums over pixels reach a third of a GPU's memory bandwidth, and its gradients of norms write float32 activations
 between passes; docs/PERFORMANCE.md has the times. Elementwise work is left to XLA, which fuses it with its surroundings.
 """
@@ -20,15 +20,15 @@ from jax.experimental.pallas import triton as plgpu
 INTERPRET = False
 # What a program holds at once: a multiple of 64 channels is what every Stable Diffusion has; 64 bfloat16 are 128 bytes.
 CHANNELS, PIXELS = 64, 64
-TILE = 64
+TILE = 64  # side of what is turned at once
 # Programs that keep all of a Hopper GPU's 132 processors busy to the end.
 PROGRAMS = 2112
-ROW_ELEMENTS, WARPS = 2560, 4
+ROW_ELEMENTS, WARPS = 2560, 4  # numbers of whole rows that a program holds at once; groups of 32 threads
 
 
 def takes(x: jax.Array) -> bool:
     """Whether there are kernels for an activation [b ... c]."""
-    return x.dtype in (jnp.bfloat16, jnp.float16) and x.ndim > 2 and x.shape[-1] % CHANNELS == 0
+    return x.dtype == jnp.bfloat16 and x.ndim > 2 and x.shape[-1] % CHANNELS == 0
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
@@ -43,23 +43,24 @@ def _group_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, groups: int, ep
     by_group = lambda v: v.reshape(x.shape[0], groups, -1).sum(-1) / (pixels[0].size // groups)
     mean = by_group(sums)
     rstd = lax.rsqrt(by_group(squares) - mean * mean + eps)
-    y = _activate(_affine(pixels, *_coefficients(mean, rstd, scale, bias)), silu)
+    y = _affine(pixels, *_coefficients(mean, rstd, scale, bias))
+    y = jax.nn.silu(y) if silu else y
     return y.astype(x.dtype).reshape(x.shape), (x, scale, bias, mean, rstd)
 
 
 def _coefficients(mean: jax.Array, rstd: jax.Array, scale: jax.Array, bias: jax.Array) -> tuple[jax.Array, jax.Array]:
     """a and o [b c] of x * a + o, from statistics [b groups]."""
-    wide = lambda v: jnp.repeat(v, scale.size // v.shape[1], axis=1)
-    a = wide(rstd) * scale[None]
-    return a, bias[None] - wide(mean) * a
+    a = _wide(rstd, scale.size) * scale[None]
+    return a, bias[None] - _wide(mean, scale.size) * a
+
+
+def _wide(statistic: jax.Array, channels: int) -> jax.Array:
+    """[b groups] -> [b c]."""
+    return jnp.repeat(statistic, channels // statistic.shape[1], axis=1)
 
 
 def _affine(x: jax.Array, a: jax.Array, o: jax.Array) -> jax.Array:
     return x.astype(jnp.float32) * a[:, None] + o[:, None]
-
-
-def _activate(z: jax.Array, silu: bool) -> jax.Array:
-    return jax.nn.silu(z) if silu else z
 
 
 def _slope(z: jax.Array, gradient: jax.Array, silu: bool) -> jax.Array:
@@ -75,7 +76,7 @@ def _group_norm_backward(groups: int, eps: float, silu: bool, kept: Any, gradien
     del eps
     x, scale, bias, mean, rstd = kept
     pixels, gradients = (t.reshape(x.shape[0], -1, x.shape[-1]) for t in (x, gradient))
-    wide = lambda v: jnp.repeat(v, scale.size // groups, axis=1)
+    wide = lambda statistic: _wide(statistic, scale.size)
     a, o = _coefficients(mean, rstd, scale, bias)
     centre, spread = wide(mean), wide(rstd)
 
