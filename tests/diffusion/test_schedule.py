@@ -30,8 +30,18 @@ def batch(t: list[int]) -> tuple[jax.Array, jax.Array, jax.Array]:
     return x0, noise, jnp.array(t, jnp.int32)
 
 
+@pytest.fixture
+def rounded_roots(monkeypatch: pytest.MonkeyPatch):
+    """torch's float32 roots rounded to the nearest, as IEEE 754 has it.
+
+    On AMD's processors MKL, which torch takes them by, is often a last bit off, and a schedule of zero terminal SNR ends in
+    differences of such roots.
+    """
+    monkeypatch.setattr(torch.Tensor, "sqrt", lambda x: torch.sqrt(x.double()).to(x.dtype))
+
+
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_equals_diffusers(config):
+def test_equals_diffusers(rounded_roots, config):
     ours, theirs = noise_schedule(config), DDPMScheduler(**config)
     assert ours.alphas_cumprod.dtype == np.float32
     assert ours.prediction_type == theirs.config.prediction_type
