@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import pytest
 
-from maxdiff import build, hlo, inputs
+from maxdiff import build, hlo, inputs, roofline
 from maxdiff.aot import WITHOUT_TPU, describe, main, prepare
 from maxdiff.config import load_config
 from maxdiff.task import make_task
@@ -56,7 +56,8 @@ def aot(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(("name", "shape", "chips"), [
     ("v5p:4x4x4", "v5p:4x4x4", 64), ("v5p-128", "v5p:4x4x4", 64), ("v4-8", "v4:2x2x1", 4), ("v5litepod-256", "v5e:16x16", 256),
-    ("v6e-256", "v6e:16x16", 256), ("V5E-16", "v5e:4x4", 16), ("v5p-1024", "v5p:8x8x8", 512),
+    ("v6e-256", "v6e:16x16", 256), ("V5E-16", "v5e:4x4", 16), ("v5p-1024", "v5p:8x8x8", 512), ("v5p-12288", "v5p:16x16x24", 6144),
+    ("v5p:4x8x20", "v5p:4x8x20", 640),
 ])  # fmt: skip
 def test_slices_by_their_names(name: str, shape: str, chips: int):
     found = parse(name)
@@ -66,8 +67,10 @@ def test_slices_by_their_names(name: str, shape: str, chips: int):
 
 @pytest.mark.parametrize(("name", "message"), [
     ("", "topology='': '' is no TPU"), ("h100", "'h100' is no TPU \\(allowed: v4, v5e, v5p, v6e"),
-    ("v5e-7", "is no slice of v5e \\(allowed: v5e:NxN, v5e-1, v5e-4"), ("v5p:4x4", "allowed: v5p:NxNxN, v5p-8, "),
-    ("v5p-9", "is no slice of v5p"),
+    ("v5e-7", "is no slice of v5e \\(allowed: 1x1, 2x2, .*16x16, as v5e:1x1, which are v5e-1, v5e-4, .*v5e-256\\)"),
+    ("v5p:4x4", "is no slice of v5p \\(allowed: 2x2x1, .* of multiples of 4, A <= B <= C and at most 6144 chips\\)"),
+    ("v5p-9", "is no slice of v5p"), ("v5e:32x32", "is no slice of v5e"), ("v6e:1000x1000", "is no slice of v6e"),
+    ("v5p:32x32x32", "is no slice of v5p"), ("v4-12288", "is no slice of v4"), ("v5p:4x4x0", "is no slice of v5p"),
 ])  # fmt: skip
 def test_other_names_are_errors(name: str, message: str):
     with pytest.raises(ValueError, match=message):
@@ -85,7 +88,37 @@ HloModule jit_step, is_scheduled=true, num_partitions=4
   %all-reduce.9 = f32[8]{0} all-reduce(%p.2), replica_groups=[1,4]<=[4], to_apply=%sum.1
 }
 
+%below.1 (p.4: (s32[], f32[8])) -> pred[] {
+  %i.1 = s32[]{:T(128)} get-tuple-element(%p.4), index=0
+  %c.4 = s32[]{:T(128)} constant(5), metadata={op_name="jit(step)"}
+  ROOT %lt.1 = pred[]{:T(512)} compare(%i.1, %c.4), direction=LT
+}
+
+%body.2 (p.5: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %all-to-all.1 = f32[8]{0} all-to-all(%x), replica_groups={{0,1},{2,3}}
+}
+
+%begin.1 (p.6: f32[2]) -> (f32[2], f32[8], s32[2]) {
+  %all-gather.7 = f32[8]{0} all-gather(%p.6), replica_groups={{0,1},{2,3}}, dimensions={0}, frontend_attributes={chain_id="24"}
+  ROOT %begun.1 = (f32[2]{0}, f32[8]{0}, s32[2]{0}) custom-call(%all-gather.7), custom_call_target="AsyncCollectiveStart"
+}
+
+%async_collective_fusion.1 (p.7: f32[2], p.8: f32[8], p.9: f32[2]) -> (f32[2], f32[8], f32[2]) {
+  %all-gather.8 = f32[8]{0} all-gather(%p.7), replica_groups={{0,1},{2,3}}, dimensions={0}, frontend_attributes={chain_id="24"}
+}
+
+%end.1 (p.10: f32[2], p.11: f32[8]) -> f32[8] {
+  %all-gather.9 = f32[8]{0} all-gather(%p.10), replica_groups={{0,1},{2,3}}, dimensions={0}, frontend_attributes={chain_id="24"}
+  ROOT %done.1 = f32[8]{0} custom-call(%p.10, %all-gather.9), custom_call_target="AsyncCollectiveDone"
+}
+
 ENTRY %main.7 (a: f32[8]) -> f32[8] {
+  %l.1 = (s32[], f32[8]{0}) while(%t), condition=%below.1, body=%body.2, metadata={op_name="jit(step)/while"}
+  %b.1 = (f32[2]{0}, f32[8]{0}, s32[2]{0}) fusion(%q), kind=kCustom, calls=%begin.1
+  %q.1 = f32[2]{0} get-tuple-element(%b.1), index=0
+  %q.2 = f32[8]{0} get-tuple-element(%b.1), index=1
+  %b.2 = (f32[2]{0}, f32[8]{0}, f32[2]{0}) fusion(%q.1, %q.2, %q), kind=kLoop, output_to_operand_aliasing={{0}: (0, {}), {1}: (1, {})}, calls=%async_collective_fusion.1
+  %b.3 = f32[8]{0} fusion(%q.1, %q.2), kind=kCustom, calls=%end.1
   %w = f32[8]{0} while(%a), condition=%c.1, body=%body.1, backend_config={"known_trip_count":{"n":"3"}}
   %g.1 = (bf16[2]{0}, bf16[8]{0}) all-gather-start(%a), replica_groups=[1,4]<=[2,2]T(1,0), dimensions={0}
   %g.2 = bf16[8]{0} all-gather-done(%g.1)
@@ -110,9 +143,25 @@ def test_collectives_are_read_from_hlo():
         "dcn all-reduce": {"count": 3, "bytes": 16 * 4 + 32 + 2 * 24},
         "dcn collective-permute": {"count": 1, "bytes": 16},
         "dcn reduce-scatter": {"count": 2, "bytes": 2 * 4 * 3 + 24 * 2 / 3},
+        # One that begins in a fusion, goes on in another and ends in a third; and what a loop of 5 does.
+        "ici all-gather": {"count": 1, "bytes": 16},
         "ici all-reduce": {"count": 3, "bytes": 3 * 32},
+        "ici all-to-all": {"count": 5, "bytes": 5 * 16},
     }
-    assert hlo.totals(hlo.collectives(HLO))["ici all-gather"] == {"count": 2, "bytes": 12 + 16}
+    assert hlo.totals(hlo.collectives(HLO))["ici all-gather"] == {"count": 3, "bytes": 16 + 12 + 16}
+
+
+def test_a_loop_that_counts_otherwise_is_an_error():
+    with pytest.raises(ValueError, match=r"how often the loop l\.1 of the compiled step runs cannot be read"):
+        hlo.collectives(HLO.replace("direction=LT", "direction=GT"))
+
+
+def test_what_a_fusion_has_for_a_collective_behind_it_takes_no_time():
+    """Of the three fusions only the second moves something of its own: the 8 bytes that it reads, and those that it writes."""
+    others = roofline.work(re.sub(r"\n  %b\..*", "", HLO), 128)
+    found = roofline.work(HLO, 128)
+    assert len(found) == len(others) + 1
+    assert sum(one.moved for one in found) - sum(one.moved for one in others) == 16
 
 
 def test_a_step_for_a_slice_is_reported():
@@ -142,22 +191,26 @@ from maxdiff.config import load_config
 from maxdiff.topologies import parse
 
 jax.config.update("jax_platforms", "cpu")
-for topology, slices, *keys in json.loads(sys.argv[2]):
+for topology, slices, level, *keys in json.loads(sys.argv[2]):
     on = parse(topology, slices)
     step = prepare(load_config(sys.argv[1], [*json.loads(sys.argv[3]), *keys]), on.devices())
     leaves = jax.tree.leaves(step.state.params)
     whole = [leaf.sharding.is_fully_replicated for leaf in leaves]
     sizes = [leaf.size for leaf in leaves]
     counts = {"split": sum(s for s, w in zip(sizes, whole) if not w), "whole": sum(s for s, w in zip(sizes, whole) if w)}
-    print(json.dumps({**report(step, on, "quick"), **counts}), flush=True)
+    print(json.dumps({**report(step, on, level), **counts}), flush=True)
 """
 CASES = {
-    "data": ("v5e-4", 1),
-    "fsdp over a whole slice": ("v5e-16", 1, "ici_fsdp_parallelism=16"),
-    "the optimizer split over data": ("v5e-16", 1, "shard_optimizer=true"),
-    "tensor": ("v5e-4", 1, "ici_tensor_parallelism=2", "attention=flash"),
-    "slices": ("v5e-4", 2),
-    "all at once": ("v5e-4", 2, "ici_fsdp_parallelism=2", "shard_optimizer=true"),
+    "data": ("v5e-4", 1, "quick"),
+    "fsdp over a whole slice": ("v5e-16", 1, "quick", "ici_fsdp_parallelism=16"),
+    "fsdp": ("v5e-4", 1, "quick", "ici_fsdp_parallelism=4"),
+    "fsdp, optimized as a TPU would": ("v5e-4", 1, "full", "ici_fsdp_parallelism=4"),
+    "the optimizer split over data": ("v5e-16", 1, "quick", "shard_optimizer=true"),
+    "tensor": ("v5e-4", 1, "quick", "ici_tensor_parallelism=2", "attention=flash"),
+    "tensor, three times a step": ("v5e-4", 1, "quick", "ici_tensor_parallelism=2", "attention=flash", "global_batch_size=12"),
+    "fsdp and tensor": ("v5e-8", 1, "quick", "ici_fsdp_parallelism=2", "ici_tensor_parallelism=2"),
+    "slices": ("v5e-4", 2, "quick"),
+    "all at once": ("v5e-4", 2, "quick", "ici_fsdp_parallelism=2", "shard_optimizer=true"),
 }
 
 

@@ -28,6 +28,7 @@ from maxdiff import build, command, fitting, hlo, inputs, roofline
 from maxdiff.command import split_number
 from maxdiff.config import Config
 from maxdiff.data import encode
+from maxdiff.data.encoded import is_encoded
 from maxdiff.sharding import abstract, bytes_a_device
 from maxdiff.state import TrainState
 from maxdiff.task import Task, judges_images, make_task
@@ -92,7 +93,7 @@ def batch_of(config: Config, mesh: Mesh, task: Task) -> tuple[Task, dict[str, An
     """
     split, whole = build.batch_sharding(mesh), NamedSharding(mesh, PartitionSpec())
     images = inputs.abstract_batch(inputs.make_plan(config), list(task.tokenizers.values()), split)
-    if not config.data.cache_latents_text_encoder_outputs:
+    if not config.data.cache_latents_text_encoder_outputs and not is_encoded(config.data.train_data_dir):
         return task, images
     encode.check_trains(config)
     program = encode.encoder(task, jnp.dtype(config.data.encoded_dtype))
@@ -114,7 +115,7 @@ def report(step: Step, topology: Topology, level: str) -> dict[str, Any]:
         "topology": str(topology), "chips": topology.chips, "mesh": dict(mesh.shape), "devices": mesh.size,
         "per_device_batch": batch.per_device_batch_size, "global_batch": batch.global_batch_size,
         "accumulation": step.accumulation, "optimization": level, "jax": jax.__version__, "date": time.strftime("%Y-%m-%d"),
-        "bytes": step.held(),
+        "notes": build.left_whole(step.config, mesh, step.task, step.state), "bytes": step.held(),
         "flops": step.task.flops * batch.global_batch_size / topology.chips,
     }  # fmt: skip
     jax.config.update("jax_optimization_level", LEVELS[level])
@@ -129,30 +130,41 @@ def report(step: Step, topology: Topology, level: str) -> dict[str, Any]:
         arguments, peak = memory.argument_size_in_bytes, memory.peak_memory_in_bytes
         needs = peak + _beside(step)
         found["bytes"] |= {"arguments": arguments, "activations": peak - arguments, "peak": peak}
-        places = [slice_of(device) for device in mesh.devices.flat]
-        text, chip = compiled.as_text(), topology.of
-        found["collectives"] = hlo.totals(hlo.collectives(text, places.__getitem__))
-        parts = roofline.seconds(roofline.work(text, chip.matrix), found["collectives"], chip)
-        seconds = sum(parts.values())
-        found["estimate"] = {"step_s": seconds, "images_per_s": batch.global_batch_size / seconds,
-                             "mfu": found["flops"] / chip.flops / seconds, "parts_s": parts}  # fmt: skip
-        found |= _compared(needs, chip.hbm)
+        found |= _compared(needs, topology.of.hbm)
+        try:
+            found |= _sent_and_estimated(step, topology, compiled.as_text(), found["flops"])
+        except ValueError as error:  # a form of HLO that is not known: what the compiler says of memory is said all the same
+            found["notes"].append(f"what the step sends, and its time, could not be read: {error}")
     return found | {"compile_s": round(time.perf_counter() - started, 1)}
 
 
+def _sent_and_estimated(step: Step, topology: Topology, text: str, flops: float) -> dict[str, Any]:
+    """What a compiled step sends, and an estimate of its time; raises ValueError for what cannot be read of it."""
+    chip, places = topology.of, [slice_of(device) for device in step.mesh.devices.flat]
+    sent = hlo.totals(hlo.collectives(text, places.__getitem__))
+    parts = roofline.seconds(roofline.work(text, chip.matrix), sent, chip)
+    seconds = sum(parts.values())
+    return {"collectives": sent,
+            "estimate": {"step_s": seconds, "images_per_s": step.config.batch.global_batch_size / seconds,
+                         "mfu": flops / chip.flops / seconds, "parts_s": parts}}  # fmt: skip
+
+
 def advise(step: Step, found: Mapping[str, Any], topology: Topology, level: str) -> dict[str, Any]:
-    """For a step that does not fit: settings that would, predicted, and a report of the first of them."""
+    """For a step that does not fit: settings that would, predicted, and reports of them up to the first that does."""
     devices = list(step.mesh.devices.flat)
     fits = fitting.nearest(step.config, found["needs"], found["has"], lambda config: prepare(config, devices))
-    advice: dict[str, Any] = {"would_fit": [{"set": changes, "needs": needs} for changes, needs in fits]}
-    if fits:
-        advice["compiled"] = report(prepare(fitting.changed(step.config, fits[0][0]), devices), topology, level)
-    return advice
+    compiled: list[dict[str, Any]] = []
+    for changes, _ in fits:
+        other = prepare(fitting.changed(step.config, changes), devices)
+        compiled.append({"set": changes, **report(other, topology, level)})
+        if compiled[-1]["fits"]:
+            break
+    return {"would_fit": [{"set": changes, "needs": needs} for changes, needs in fits], "compiled": compiled}
 
 
 def _beside(step: Step) -> int:
     """Bytes of networks that the step does not need, as it trains from what they have encoded."""
-    return step.held()["frozen"] if step.config.data.cache_latents_text_encoder_outputs else 0
+    return 0 if "image" in step.batch else step.held()["frozen"]
 
 
 def _too_much(message: str, beside: int) -> dict[str, Any]:
@@ -172,12 +184,12 @@ def _compared(needs: int, has: int) -> dict[str, Any]:
 
 def describe(found: Mapping[str, Any]) -> list[str]:
     """A report as lines for people."""
-    gib = lambda size: f"{size / GIB:.2f} GiB"
+    names = {"activations": "activations, gradients and temporaries"}
     shape = " x ".join(f"{axis} {size}" for axis, size in found["mesh"].items())
     lines = [
         f"{found['topology']}: {found['chips']} chips, mesh {shape}",
         f"batch {found['global_batch']}: {found['per_device_batch']} a device at once, {found['accumulation']} times a step",
-        *(f"{name}: {gib(size)} a device" for name, size in found["bytes"].items()),
+        *(f"{names.get(name, name)}: {shown(size)} a device" for name, size in found["bytes"].items()),
         f"model FLOPs: {found['flops'] / 1e12:.2f} T a chip and step",
     ]
     for name, total in found.get("collectives", {}).items():
@@ -191,10 +203,13 @@ def describe(found: Mapping[str, Any]) -> list[str]:
     if "needs" not in found:
         lines.append(f"it does NOT fit: {found['said']}")
     elif found["fits"]:
-        lines.append(f"it FITS: {gib(found['needs'])} of a chip's {gib(found['has'])}")
+        beside = found["needs"] - found["bytes"]["peak"]
+        of_these = f", the {shown(beside)} of networks among them that stay for pictures and held-out images" if beside else ""
+        lines.append(f"it FITS: {shown(found['needs'])} of a chip's {shown(found['has'])}{of_these}")
     else:
-        over = gib(found["needs"] - found["has"])
-        lines.append(f"it does NOT fit: {gib(found['needs'])}, {over} more than the {gib(found['has'])} there are")
+        over = shown(found["needs"] - found["has"])
+        lines.append(f"it does NOT fit: {shown(found['needs'])}, {over} more than the {shown(found['has'])} there are")
+    lines += [f"note: {note}" for note in found["notes"]]
     lines.append(f"compiled in {found['compile_s']} s at optimization={found['optimization']}")
     return lines
 
@@ -204,8 +219,15 @@ def describe_advice(advice: Mapping[str, Any]) -> list[str]:
     fits = advice["would_fit"]
     if not fits:
         return ["no change of remat, batch, moment_dtype, fsdp or shard_optimizer would make it fit: take more chips"]
-    lines = [f"would fit, as predicted: {written(fit['set'])} ({fit['needs'] / GIB:.2f} GiB)" for fit in fits]
-    return [*lines, f"with {written(fits[0]['set'])}:", *(f"    {line}" for line in describe(advice["compiled"]))]
+    lines = [f"would fit, as predicted: {written(fit['set'])} ({shown(fit['needs'])})" for fit in fits]
+    for one in advice["compiled"]:
+        lines += [f"with {written(one['set'])}:", *(f"    {line}" for line in describe(one))]
+    return lines
+
+
+def shown(size: float) -> str:
+    """Bytes for people."""
+    return f"{size / GIB:.2f} GiB" if size >= GIB / 10 else f"{size / 2**20:.2f} MiB"
 
 
 def written(changes: Mapping[str, Any]) -> str:

@@ -24,6 +24,7 @@ from maxdiff.gradients import BATCH_AXES, gradient_function
 from maxdiff.health import Guard
 from maxdiff.metrics import METRICS, read_metrics
 from maxdiff.models.network import Network, Params, unflatten
+from maxdiff.models.unet import UNetConfig
 from maxdiff.optim import Schedule, learning_rate_schedule, make_optimizer
 from maxdiff.peers import Peers
 from maxdiff.processes import say
@@ -220,6 +221,25 @@ def abstract_of(config: Config, layout: Layout, task: Task, optimizer: optax.Gra
     stored: Params = {name: layout.shardings(network) for name, network in networks.items()}
     updates: Params = {name: layout.update_shardings(network) for name, network in networks.items()}
     return abstract_state(make, optimizer, stored, updates if config.optimizer.shard_optimizer else None)
+
+
+def left_whole(config: Config, mesh: Mesh, task: Task, state: TrainState) -> list[str]:
+    """What the configuration asks to be split, and the mesh's sizes do not divide; in a line each."""
+    lines = []
+    moments = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim]
+    whole = [leaf for leaf in moments if "data" not in jax.tree.leaves(tuple(leaf.sharding.spec))]
+    share = sum(leaf.size for leaf in whole) / max(1, sum(leaf.size for leaf in moments))
+    if config.optimizer.shard_optimizer and mesh.shape.get("data", 1) > 1 and share > 0.1:
+        lines.append(f"shard_optimizer: {share:.0%} of the moments are not split over data={mesh.shape['data']}, which divides none "
+                     "of their dimensions (ici_fsdp_parallelism=8 or more leaves less)")  # fmt: skip
+    ways = mesh.shape.get("tensor", 1)
+    for name, network in task.networks.items():
+        counts = network.config.heads if isinstance(network.config, UNetConfig) else ()
+        heads = sorted({count for count in counts if count % ways})
+        if heads:
+            lines.append(f"{name}: attention of {', '.join(map(str, heads))} heads is not split over tensor={ways}, which does not "
+                         "divide them: each device of the axis computes all of it")  # fmt: skip
+    return lines
 
 
 def open_checkpoints(config: Config) -> Checkpoints:

@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -58,6 +58,8 @@ def collectives(text: str, slice_of: Callable[[int], int] = lambda _: 0) -> list
     program = parse(text)
     found: list[Collective] = []
     for lines, times in program.walk():
+        if _goes_on(lines):
+            continue
         for line in lines:
             if line.opcode == "send" and "megascale_transfer_type" in line.rest:
                 found.append(_between_slices(line.shape, line.rest, times))
@@ -72,6 +74,8 @@ def totals(found: Iterable[Collective]) -> dict[str, dict[str, float]]:
     """Network ("ici" or "dcn") and kind -> {"count", "bytes"}: operations, and bytes that a device sends a step."""
     sums: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     for one in found:
+        if one.group == 1:  # a sum that each device has for itself
+            continue
         name = f"{'dcn' if one.across else 'ici'} {one.kind}"
         sums[name].update({"count": one.times, "bytes": round(one.moved)})
     return {name: dict(counter) for name, counter in sorted(sums.items())}
@@ -112,10 +116,9 @@ class Program:
         yield lines, times
         for line in lines:
             if line.opcode == "while":
-                trips = re.search(r"known_trip_count\D*(\d+)", line.rest)
                 body = re.search(r"body=%?([\w.-]+)", line.rest)
                 assert body
-                yield from self._walk(body[1], times * (int(trips[1]) if trips else 1), into_fusions)
+                yield from self._walk(body[1], times * self._trips(line), into_fusions)
             elif line.opcode in ("call", "conditional", "async-start") or (
                 into_fusions and line.opcode == "fusion" and kind_of(line) is None
             ):
@@ -124,6 +127,22 @@ class Program:
                 ):
                     if called in self.computations:
                         yield from self._walk(called, times, into_fusions)
+
+    def _trips(self, line: Line) -> int:
+        """How often a loop runs: what is written there, or what its counter, which goes from 0 by 1 as lax.scan's, stays below.
+
+        Raises:
+            ValueError: where it is written otherwise.
+        """
+        if known := re.search(r"known_trip_count\D*(\d+)", line.rest):
+            return int(known[1])
+        condition = re.search(r"condition=%?([\w.-]+)", line.rest)
+        assert condition
+        lines = [inner for lines, _ in self._walk(condition[1], 1, into_fusions=True) for inner in lines]
+        limits = [int(one.rest.partition(")")[0]) for one in lines if one.opcode == "constant" and one.shape.startswith("s32[]")]
+        if len(limits) != 1 or not any(one.opcode == "compare" and "direction=LT" in one.rest for one in lines):
+            raise ValueError(f"how often the loop {line.name} of the compiled step runs cannot be read from its condition")
+        return limits[0]
 
 
 def parse(text: str) -> Program:
@@ -139,6 +158,20 @@ def parse(text: str) -> Program:
             lines.append(Line(*match.groups()))
     counts = re.search(r"num_partitions=(\d+)", text.partition("\n\n")[0])
     return Program(computations, entry, int(counts[1]) if counts else 1)
+
+
+def is_chained(lines: Sequence[Line]) -> bool:
+    """Whether a fusion has a part of a collective in it, while which others compute.
+
+    At full optimization a TPU's all-gather is written in the fusion that begins it, in each that computes meanwhile, and in the
+    one that waits for its end.
+    """
+    return any("chain_id=" in line.rest for line in lines)
+
+
+def _goes_on(lines: Sequence[Line]) -> bool:
+    """Whether a fusion's collective is one that another has begun."""
+    return is_chained(lines) and not any('"AsyncCollectiveStart"' in line.rest for line in lines)
 
 
 def kind_of(line: Line) -> tuple[str, str | None] | None:

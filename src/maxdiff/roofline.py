@@ -16,6 +16,8 @@ from maxdiff.topologies import Generation
 # Products of queries x keys x head_dim in splash attention's kernels: scores and output; in the backward pass scores, the
 # weights' gradient, and the queries' one; or the scores, the weights' gradient, the keys' and the values' one.
 SPLASH = {"splash_mha_fwd": 2, "splash_mha_dq": 3, "splash_mha_dkv": 4}
+# Passes through the matrix units that a product of float32 takes, by how exact it is to be (jax.lax.Precision).
+PASSES = {"highest": 6, "high": 3}
 # What moves nothing.
 FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "while", "conditional", "call", "after-all",
         "partition-id", "replica-id", "opt-barrier", "send", "recv"}  # fmt: skip
@@ -27,7 +29,8 @@ class Work:
 
     Attributes:
         kind: "matmul" (convolutions too), "attention" or "other".
-        flops: 2 a multiply-add, of what is computed; head_dim counts as wide as a matrix unit is.
+        flops: 2 a multiply-add, of what is computed; head_dim counts as wide as a matrix unit is, and a product of float32
+            that is to be exact as the products of bfloat16 that it is made of.
         moved: bytes of its operands and results.
         times: how often a step makes it.
     """
@@ -53,13 +56,17 @@ def work(text: str, width: int) -> list[Work]:
         for line in lines:
             if line.opcode in FREE or line.opcode.endswith(("-start", "-done")) or hlo.kind_of(line):
                 continue
-            operands = [hlo.bytes_of(shapes.get(name, "")) for name in line.operands()]
+            moved = sum(hlo.bytes_of(shapes.get(name, "")) for name in line.operands()) + hlo.bytes_of(line.shape)
+            if line.opcode == "fusion" and hlo.is_chained(inside := program.computations[line.called()]):
+                if not _computes(inside):
+                    continue  # only begins a collective, or waits for one
+                moved -= _passed_on(line, shapes)
             kind, flops = "other", sum(_products([line], inner, shapes))
             if line.opcode == "custom-call" and (products := _splash(line.name)):
                 kind, flops = "attention", products * _attention(line, shapes, width)
             elif flops:
                 kind = "matmul"
-            found.append(Work(kind, flops, sum(operands) + hlo.bytes_of(line.shape), times))
+            found.append(Work(kind, flops, moved, times))
     return found
 
 
@@ -81,6 +88,18 @@ def seconds(found: list[Work], sums: Mapping[str, Mapping[str, float]], chip: Ge
     return taken
 
 
+def _computes(lines: list[hlo.Line]) -> bool:
+    """Whether a fusion with a collective that others have begun, or will end, also computes."""
+    return not any('"AsyncCollective' in line.rest for line in lines)
+
+
+def _passed_on(line: hlo.Line, shapes: Mapping[str, str]) -> int:
+    """Bytes of the operands, and of the results that are the same memory, which a fusion has for the collective behind it."""
+    given = line.operands()
+    same = re.findall(r"\{\d+\}: \((\d+),", line.rest)
+    return sum(hlo.bytes_of(shapes.get(given[int(place)], "")) for place in (*same, *{*same}))
+
+
 def _products(lines: list[hlo.Line], inner: Callable[[str], int], shapes: Mapping[str, str] | None = None) -> Iterator[int]:
     """The FLOPs of each convolution among these operations, which is what matrix products are too on a TPU, and of fusions."""
     shapes = shapes or {line.name: line.shape for line in lines}
@@ -97,7 +116,8 @@ def _convolution(rest: str, left: list[int], right: list[int], out: list[int]) -
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", rest)
     assert labels
     size = {side: dict(zip(labels[i], dims, strict=True)) for i, side, dims in ((1, "l", left), (2, "r", right), (3, "o", out))}
-    count = 2 * size["o"]["b"] * size["o"]["f"] * size["r"]["i"]
+    precision = re.search(r"operand_precision=\{(\w+)", rest)
+    count = 2 * size["o"]["b"] * size["o"]["f"] * size["r"]["i"] * PASSES.get(precision[1] if precision else "", 1)
     written = re.search(r"window=\{([^}]*)\}", rest)
     window = dict(re.findall(r"(\w+)=([\w-]+)", written[1])) if written else {}
     spatial = sorted(label for label in labels[1] if label.isdigit())

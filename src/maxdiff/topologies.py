@@ -2,12 +2,13 @@
 
 Figures are per chip, from https://docs.cloud.google.com/tpu/docs/v4, .../v5e, .../v5p, and .../v6e; of v5e's and v6e's data
 centre network a 256th of a pod's. What the pages do not have (v4's data centre network, the width of matrix units) is from
-https://jax-ml.github.io/scaling-book/tpus.
+https://jax-ml.github.io/scaling-book/tpus. The memory that programs have is what libtpu 0.0.42.1 says when one needs more.
 """
 
 import dataclasses
 import math
 import re
+from collections.abc import Collection
 from typing import Any
 
 GIB = 2**30
@@ -20,7 +21,8 @@ class Generation:
     Attributes:
         counted: what the number in a slice's name counts: "chips", or "cores" of which a chip has two.
         dims: of its topologies, 2 or 3.
-        hbm: bytes of memory of a chip.
+        hbm: bytes of a chip's memory that programs have: XLA keeps some for itself.
+        most: chips of the greatest slice.
         flops: FLOP/s in bfloat16, at the peak.
         hbm_speed: bytes/s of memory.
         ici_speed, dcn_speed: bytes/s that a chip sends over all its links to other chips, and to other slices.
@@ -31,6 +33,7 @@ class Generation:
     counted: str
     dims: int
     hbm: int
+    most: int
     flops: float
     hbm_speed: float
     ici_speed: float
@@ -40,17 +43,17 @@ class Generation:
 
 
 GENERATIONS = {
-    "v4": Generation("cores", 3, 32 * GIB, 275e12, 1.2288e12, 300e9, 6.25e9, chip_config="megacore"),
-    "v5e": Generation("chips", 2, 16 * GIB, 197e12, 0.819e12, 200e9, 3.125e9),
-    "v5p": Generation("cores", 3, 95 * GIB, 459e12, 2.765e12, 600e9, 6.25e9),
-    "v6e": Generation("chips", 2, 32 * GIB, 918e12, 1.64e12, 400e9, 12.5e9, 256),
+    "v4": Generation("cores", 3, round(30.75 * GIB), 4096, 275e12, 1.2288e12, 300e9, 6.25e9, chip_config="megacore"),
+    "v5e": Generation("chips", 2, round(15.75 * GIB), 256, 197e12, 0.819e12, 200e9, 3.125e9),
+    "v5p": Generation("cores", 3, round(95.74 * GIB), 6144, 459e12, 2.765e12, 600e9, 6.25e9),
+    "v6e": Generation("chips", 2, round(31.25 * GIB), 256, 918e12, 1.64e12, 400e9, 12.5e9, 256),
 }
 # How else they are called.
 ALIASES = {"v5litepod": "v5e", "v5lite": "v5e", "v5": "v5p"}
 # Chips -> their shape, for the sizes that are offered.
 PLANE = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
 CUBE = {4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8", 192: "4x4x12", 256: "4x8x8", 384: "4x8x12",
-        512: "8x8x8", 768: "8x8x12", 1024: "8x8x16", 2048: "8x16x16"}  # fmt: skip
+        512: "8x8x8", 768: "8x8x12", 1024: "8x8x16", 2048: "8x16x16", 4096: "16x16x16", 6144: "16x16x24"}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,11 +119,20 @@ def parse(name: str, slices: int = 1) -> Topology:
         raise ValueError(f"topology={name!r}: {kind!r} is no TPU (allowed: {', '.join([*GENERATIONS, *ALIASES])}, as v5p:4x4x4 "
                          "or v5p-128)")  # fmt: skip
     found = GENERATIONS[generation]
-    if joint == ":" and re.fullmatch(rf"\d+(x\d+){{{found.dims - 1}}}", rest):
+    shapes = {chips: shape for chips, shape in (PLANE if found.dims == 2 else CUBE).items() if chips <= found.most}
+    if joint == ":" and re.fullmatch(rf"\d+(x\d+){{{found.dims - 1}}}", rest) and _exists(rest, found, shapes.values()):
         return Topology(generation, rest, slices)
-    shapes = PLANE if found.dims == 2 else CUBE
     times = 2 if found.counted == "cores" else 1
     if joint == "-" and rest.isdigit() and int(rest) / times in shapes:
         return Topology(generation, shapes[int(rest) // times], slices)
     sizes = ", ".join(f"{kind}-{times * chips}" for chips in shapes)
-    raise ValueError(f"topology={name!r} is no slice of {generation} (allowed: {kind}:{'x'.join(['N'] * found.dims)}, {sizes})")
+    cubes = f"; {kind}:AxBxC of multiples of 4, A <= B <= C and at most {found.most} chips" if found.dims == 3 else ""
+    raise ValueError(f"topology={name!r} is no slice of {generation} (allowed: {', '.join(shapes.values())}, as {kind}:"
+                     f"{next(iter(shapes.values()))}, which are {sizes}{cubes})")  # fmt: skip
+
+
+def _exists(shape: str, of: Generation, named: Collection[str]) -> bool:
+    """Whether a slice of this shape is offered: one with a name, or, of three axes, whole cubes of 4 x 4 x 4 chips."""
+    sizes = [int(size) for size in shape.split("x")]
+    cubes = of.dims == 3 and all(size and size % 4 == 0 for size in sizes) and sizes == sorted(sizes)
+    return shape in named or (cubes and math.prod(sizes) <= of.most)

@@ -121,7 +121,7 @@ def _train(config: Config, mirror: Mirror, signals: Signals, watch: Watch) -> Tr
         rates = build.make_rates(config, task)
         optimizer = build.make_adam(config, rates)
         abstract = build.abstract_of(config, layout, task, optimizer)
-        say("\n".join(describe(abstract)))
+        say("\n".join([*describe(abstract), *build.left_whole(config, mesh, task, abstract)]))
         with signals.held():
             state = build.begin(config, task, optimizer, abstract, checkpoints)
         first, last = int(state.step), config.batch.steps(global_batch)

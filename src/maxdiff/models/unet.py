@@ -106,6 +106,13 @@ class UNetConfig:
         if self.addition_embed_type:
             require_integers(self, "addition_time_embed_dim", "projection_class_embeddings_input_dim")
 
+    @property
+    def heads(self) -> tuple[int, ...]:
+        """Attention heads of each block that attends, down and in the middle; those up mirror them."""
+        counts = per_block(self.attention_head_dim, len(self.block_out_channels), "attention_head_dim")
+        down = [count for kind, count in zip(self.down_block_types, counts, strict=True) if kind.startswith("CrossAttn")]
+        return (*down, counts[-1])
+
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], where: str = "unet") -> "UNetConfig":
         """Read diffusers' keys; ValueError names `where`, key and value for what we don't support."""
