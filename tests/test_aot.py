@@ -114,6 +114,7 @@ HloModule jit_step, is_scheduled=true, num_partitions=4
 
 ENTRY %main.7 (a: f32[8]) -> f32[8] {
   %l.1 = (s32[], f32[8]{0}) while(%t), condition=%below.1, body=%body.2, metadata={op_name="jit(step)/while"}
+  %q = f32[2]{0} parameter(1)
   %b.1 = (f32[2]{0}, f32[8]{0}, s32[2]{0}) fusion(%q), kind=kCustom, calls=%begin.1
   %q.1 = f32[2]{0} get-tuple-element(%b.1), index=0
   %q.2 = f32[8]{0} get-tuple-element(%b.1), index=1

@@ -17,8 +17,9 @@ from jax.sharding import PartitionSpec as P
 
 from maxdiff.conditioning import guidance_embedding
 from maxdiff.draw import DrawConfig, draw_function, exact_vae, initial_latents, requests, step_noise
+from maxdiff.gradients import outputs_function
 from maxdiff.models.layers import Compute
-from maxdiff.models.network import Network
+from maxdiff.models.network import Network, Params, unflatten
 from maxdiff.models.unet import UNet2DConditionModel
 from maxdiff.pipeline import Pipeline
 from maxdiff.sharding import Layout, make_mesh
@@ -54,16 +55,14 @@ def parts(pipeline: Pipeline) -> tuple[dict, dict]:
     return networks, {name: part.params for name, part in pipeline.networks()}
 
 
-def compiled(pipeline: Pipeline, config: DrawConfig, *args: Any, compute: Compute | None = None) -> Any:
-    networks = {name: network.with_compute(compute or Compute()) for name, network in parts(pipeline)[0].items()}
-    draw = jax.jit(draw_function(networks, pipeline.scheduler, config))
+def compiled(draw: Any, *args: Any) -> Any:
     # Barely optimised: it compiles in a quarter of the time.
-    return draw.lower(*args).compile({"xla_backend_optimization_level": 0})
+    return jax.jit(draw).lower(*args).compile({"xla_backend_optimization_level": 0})
 
 
 def drawn(pipeline: Pipeline, request: dict, config: DrawConfig) -> np.ndarray:
-    args = parts(pipeline)[1], request
-    return np.asarray(compiled(pipeline, config, *args)(*args))
+    networks, weights = parts(pipeline)
+    return np.asarray(compiled(draw_function(networks, pipeline.scheduler, config), weights, request)(weights, request))
 
 
 def as_diffusers(theirs: Any, config: DrawConfig, prompts: list[str], negative: list[str] | None = None) -> np.ndarray:
@@ -148,8 +147,10 @@ def test_an_image_is_the_same_alone_and_in_a_batch_on_a_mesh(vivid):
     networks, weights = parts(ours)
     weights = {name: jax.device_put(tree, layout.shardings(networks[name])) for name, tree in weights.items()}
     request = jax.device_put(request, NamedSharding(mesh, P(("data", "fsdp"))))
-    args = weights, request
-    draw = compiled(ours, config, *args, compute=Compute(gather=layout.gather, constrain=layout.constrain))
+    args = weights, {}, request
+    function = draw_function(networks, ours.scheduler, config)
+    specs: Params = {name: unflatten(layout.specs(network).items()) for name, network in networks.items()}
+    draw = compiled(outputs_function(lambda weights, _, request: function(weights, request), mesh, specs), *args)
     # Each device draws its own image, in the guided network as two halves; nothing but weights goes between devices.
     text = draw.as_text()
     assert set(re.findall(r"= f32\[(\d+),\d+,\d+,\d+\]\S* convolution\(", text)) == {"1", "2"}

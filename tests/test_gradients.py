@@ -56,7 +56,7 @@ def compile_on(sizes: tuple[int, int, int], accumulation: int, sharded: bool):
     mesh = make_mesh(AXES, dict(zip(AXES, sizes, strict=True)), {})
     layout = Layout(mesh, RULES)
     specs = unflatten(layout.specs(network()).items())
-    compute = Compute(constrain=layout.constrain, gather=layout.gather) if sizes[2] > 1 else Compute()
+    compute = Compute(constrain=layout.constrain) if sizes[2] > 1 else Compute()
     params, batch = inputs()
     params = jax.device_put(params, layout.shardings(network()))
     batch = jax.device_put(batch, NamedSharding(mesh, P(("data", "fsdp"))))

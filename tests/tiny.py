@@ -35,7 +35,7 @@ class Tiny(nnx.Module):
 def tiny(layout: Layout | None = None) -> Network:
     """The network, placing its own collectives where a layout has a tensor axis."""
     own = layout is not None and layout.mesh.shape["tensor"] > 1
-    return Network(Tiny, None, Compute(constrain=layout.constrain, gather=layout.gather) if own else Compute())
+    return Network(Tiny, None, Compute(constrain=layout.constrain) if own else Compute())
 
 
 def tiny_params() -> Params:

@@ -230,15 +230,15 @@ def left_whole(config: Config, mesh: Mesh, task: Task, state: TrainState) -> lis
     whole = [leaf for leaf in moments if "data" not in jax.tree.leaves(tuple(leaf.sharding.spec))]
     share = sum(leaf.size for leaf in whole) / max(1, sum(leaf.size for leaf in moments))
     if config.optimizer.shard_optimizer and mesh.shape.get("data", 1) > 1 and share > 0.1:
-        lines.append(f"shard_optimizer: {share:.0%} of the moments are not split over data={mesh.shape['data']}, which divides none "
-                     "of their dimensions (ici_fsdp_parallelism=8 or more leaves less)")  # fmt: skip
+        lines.append(f"shard_optimizer: {share:.0%} of the moments are not split over data={mesh.shape['data']}, which divides "
+                     "none of their dimensions (ici_fsdp_parallelism=8 or more leaves less)")  # fmt: skip
     ways = mesh.shape.get("tensor", 1)
     for name, network in task.networks.items():
         counts = network.config.heads if isinstance(network.config, UNetConfig) else ()
         heads = sorted({count for count in counts if count % ways})
         if heads:
-            lines.append(f"{name}: attention of {', '.join(map(str, heads))} heads is not split over tensor={ways}, which does not "
-                         "divide them: each device of the axis computes all of it")  # fmt: skip
+            lines.append(f"{name}: attention of {', '.join(map(str, heads))} heads is not split over tensor={ways}, which does "
+                         "not divide them: each device of the axis computes all of it")  # fmt: skip
     return lines
 
 

@@ -70,9 +70,8 @@ def draw_function(networks: Mapping[str, Network], scheduler: Mapping[str, Any],
 
     Args:
         networks: unet, vae, text_encoder and, for SDXL, text_encoder_2; `weights` has their parameters by the same
-            names. Where weights are split over a mesh, networks must gather them and constrain activations
-            (`Compute.gather`, `Compute.constrain`), whatever the mesh's axes: else XLA may split channels over the
-            devices rather than images, moving activations all the time.
+            names. On a mesh it is for `gradients.outputs_function`: left to itself XLA may split channels over the devices
+            rather than images, moving activations all the time.
         scheduler: diffusers' scheduler_config.json.
 
     Raises:

@@ -10,7 +10,7 @@ nothing but the order of a float32 sum. `constants` are what is not trained: fro
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxdiff.models.network import Params
+from maxdiff.sharding import mesh_axes
 from maxdiff.torus import psum_scatter
 
 Batch = dict[str, jax.Array]
@@ -37,25 +38,55 @@ def gradient_function(
 ) -> GradientFunction:  # fmt: skip
     """(params, constants, batch) -> (mean loss, its gradient, float32 and split by `update_specs`).
 
-    With a tensor axis of 1 every collective is written out, and gradients are reduced once a step. With more,
-    XLA's partitioner places them, and reduces in every micro-batch; `losses` must then gather weights and
-    constrain activations itself (`Compute.gather`, `Compute.constrain`), and must not otherwise. Constants
-    lie whole on every device.
+    Every collective over data and fsdp is written out: weights are gathered, and gradients reduced, once a step. What a tensor
+    axis splits within a network is left to XLA's partitioner; networks guide it by constraining activations
+    (`Compute.constrain`). Constants lie whole on every device.
 
     Args:
         specs: the PartitionSpec of every parameter, as the parameter tree.
         accumulation: micro-batches in a batch, computed one after the other to save memory.
         update_specs: the PartitionSpec of every parameter's gradient; by default that of the parameter.
         dtype: in which networks use parameters of two dimensions or more: in it they are gathered, if it is smaller; vectors,
-            those of norms among them, stay what they are. With a tensor axis networks see to that themselves.
+            those of norms among them, stay what they are.
 
     Raises:
         ValueError: when called, for a batch that does not divide into devices and micro-batches.
     """
-    update_specs = specs if update_specs is None else update_specs
-    if _has_tensor(mesh):
-        return _automatic(losses, mesh, accumulation, update_specs)
-    return _manual(losses, mesh, specs, accumulation, update_specs, dtype)
+    split = specs if update_specs is None else update_specs
+    axes = _batch_axes(mesh)
+    several = [axis for axis in axes if mesh.shape[axis] > 1]  # XLA does not leave out a sum over one device
+
+    def reduce(gradients: Params) -> Params:
+        leaves, tree = jax.tree.flatten(gradients)
+        splits = [_splits(spec, axes) for spec in jax.tree.leaves(split)]
+        # All that go over the same axis at once, each leaf's own splits in their order.
+        for turn, axis in itertools.product(range(max(map(len, splits), default=0)), axes):
+            dims = {i: given[turn][0] for i, given in enumerate(splits) if len(given) > turn and given[turn][1] == axis}
+            scattered = psum_scatter([leaves[i] for i in dims], mesh, axis, list(dims.values()))
+            for i, leaf in zip(dims, scattered, strict=True):
+                leaves[i] = leaf
+        for i, given in enumerate(splits):
+            if whole := tuple(axis for axis in several if axis not in {split for _, split in given}):
+                leaves[i] = lax.psum(leaves[i], whole)
+        return tree.unflatten(leaves)
+
+    reduced = _on_tensor_axis(reduce, mesh, specs, split)
+
+    def local(weights: Params, constants: Any, batch: Batch) -> tuple[jax.Array, Params]:
+        examples = _examples(batch) * _shards(mesh)
+        micro = {key: x.reshape(accumulation, -1, *x.shape[1:]) for key, x in batch.items()}
+        loss, gradient = _accumulate(losses, weights, constants, micro, lambda tree: _laid(tree, specs, mesh))
+        return lax.psum(loss, axes) / examples, jax.tree.map(lambda g: g / examples, reduced(gradient))
+
+    mapped = _on_each_device(local, mesh, specs, (PartitionSpec(), split), dtype)
+
+    def function(params: Params, constants: Any, batch: Batch) -> tuple[jax.Array, Params]:
+        loss, gradient = mapped(params, constants, _checked(batch, mesh, accumulation))
+        if _has_tensor(mesh):  # else they lie so already
+            gradient = jax.tree.map(lambda g, s: lax.with_sharding_constraint(g, NamedSharding(mesh, s)), gradient, split)
+        return loss, gradient
+
+    return function
 
 
 def sums_function(measures: Measures, mesh: Mesh, specs: Params) -> SumsFunction:
@@ -73,11 +104,7 @@ def sums_function(measures: Measures, mesh: Mesh, specs: Params) -> SumsFunction
     def local(params: Params, constants: Any, batch: Batch) -> dict[str, jax.Array]:
         return lax.psum(_counted_sums(measures(params, constants, batch), batch["counted"]), axes)
 
-    def whole(params: Params, constants: Any, batch: Batch) -> dict[str, jax.Array]:
-        sums = _counted_sums(measures(params, constants, batch), batch["counted"])
-        return lax.with_sharding_constraint(sums, NamedSharding(mesh, PartitionSpec()))
-
-    function = whole if _has_tensor(mesh) else _on_each_device(local, mesh, specs, PartitionSpec())
+    function = _on_each_device(local, mesh, specs, PartitionSpec())
     return lambda params, constants, batch: function(params, constants, _checked(batch, mesh))
 
 
@@ -88,7 +115,7 @@ def outputs_function(
 
     Otherwise as `gradient_function`, without a gradient.
     """
-    mapped = function if _has_tensor(mesh) else _on_each_device(function, mesh, specs, PartitionSpec(_batch_axes(mesh)))
+    mapped = _on_each_device(function, mesh, specs, PartitionSpec(_batch_axes(mesh)))
     return lambda params, constants, batch: mapped(params, constants, _checked(batch, mesh))
 
 
@@ -98,78 +125,78 @@ def _counted_sums(measures: dict[str, jax.Array], counted: jax.Array) -> dict[st
     return {name: jnp.sum(jnp.where(counted > 0, x.astype(jnp.float32) * counted, 0.0)) for name, x in measures.items()}
 
 
-def _manual(losses: Losses, mesh: Mesh, specs: Params, accumulation: int, update_specs: Params, dtype: Any) -> GradientFunction:
-    axes = _batch_axes(mesh)
-    several = [axis for axis in axes if mesh.shape[axis] > 1]  # XLA does not leave out a sum over one device
-
-    def reduce(gradients: Params) -> Params:
-        leaves, tree = jax.tree.flatten(gradients)
-        splits = [_splits(spec) for spec in jax.tree.leaves(update_specs)]
-        # All that go over the same axis at once, each leaf's own splits in their order.
-        for turn, axis in itertools.product(range(max(map(len, splits), default=0)), axes):
-            dims = {i: given[turn][0] for i, given in enumerate(splits) if len(given) > turn and given[turn][1] == axis}
-            scattered = psum_scatter([leaves[i] for i in dims], mesh, axis, list(dims.values()))
-            for i, leaf in zip(dims, scattered, strict=True):
-                leaves[i] = leaf
-        for i, given in enumerate(splits):
-            if whole := tuple(axis for axis in several if axis not in {split for _, split in given}):
-                leaves[i] = lax.psum(leaves[i], whole)
-        return tree.unflatten(leaves)
-
-    def local(weights: Params, constants: Any, batch: Batch) -> tuple[jax.Array, Params]:
-        examples = _examples(batch) * _shards(mesh)
-        micro = {key: x.reshape(accumulation, -1, *x.shape[1:]) for key, x in batch.items()}
-        loss, gradient = _accumulate(losses, weights, constants, micro)
-        return lax.psum(loss, axes) / examples, jax.tree.map(lambda g: g / examples, reduce(gradient))
-
-    mapped = _on_each_device(local, mesh, specs, (PartitionSpec(), update_specs), dtype)
-    return lambda params, constants, batch: mapped(params, constants, _checked(batch, mesh, accumulation))
-
-
 def _on_each_device(
     local: Callable[..., Any], mesh: Mesh, specs: Params, out_specs: Any, dtype: Any = None
 ) -> Callable[..., Any]:
-    """`local(weights, constants, batch)` with whole weights and the device's own examples."""
+    """`local(weights, constants, batch)` with the device's own examples, and weights that nothing splits but a tensor axis.
+
+    What that axis splits, weights, `out_specs` and activations, is the partitioner's within `local`.
+    """
+    axes = _batch_axes(mesh)
 
     def gather(p: jax.Array, spec: PartitionSpec) -> jax.Array:
-        if p.ndim > 1 and _splits(spec) and dtype is not None and jnp.dtype(dtype).itemsize < p.dtype.itemsize:
+        splits = _splits(spec, axes)
+        if p.ndim > 1 and splits and dtype is not None and jnp.dtype(dtype).itemsize < p.dtype.itemsize:
             p = p.astype(dtype)
-        for dim, axis in reversed(_splits(spec)):
+        for dim, axis in reversed(splits):
             p = lax.all_gather(p, axis, axis=dim, tiled=True)
         return p
 
+    whole = _on_tensor_axis(lambda params: jax.tree.map(gather, params, specs), mesh, specs, specs)
     return jax.shard_map(
-        lambda params, constants, batch: local(jax.tree.map(gather, params, specs), constants, batch),
+        lambda params, constants, batch: local(whole(params), constants, batch),
         mesh=mesh,
-        in_specs=(specs, PartitionSpec(), PartitionSpec(_batch_axes(mesh))),
-        out_specs=out_specs,
+        in_specs=(_only(specs, axes), PartitionSpec(), PartitionSpec(axes)),
+        out_specs=_only(out_specs, axes),
+        # Of a tensor axis of 1 too: the partitioner refuses Pallas kernels wherever it has an axis.
+        axis_names={*axes} if _has_tensor(mesh) else {*mesh.axis_names},
         # Gradients are taken wholly inside, so no collective is differentiated and nothing is to be checked.
         check_vma=False,
     )
 
 
-def _automatic(losses: Losses, mesh: Mesh, accumulation: int, update_specs: Params) -> GradientFunction:
-    def split(x: jax.Array) -> jax.Array:
-        # Each device's examples are cut in `accumulation` parts, so that none moves to another device.
-        parts = x.reshape(_shards(mesh), accumulation, -1, *x.shape[1:]).swapaxes(0, 1)
-        parts = parts.reshape(accumulation, -1, *x.shape[1:])
-        return lax.with_sharding_constraint(parts, NamedSharding(mesh, PartitionSpec(None, _batch_axes(mesh))))
-
-    def whole(params: Params, constants: Any, batch: Batch) -> tuple[jax.Array, Params]:
-        batch = _checked(batch, mesh, accumulation)
-        loss, gradient = _accumulate(losses, params, constants, {key: split(x) for key, x in batch.items()})
-        examples = _examples(batch)
-        placed = lambda g, spec: lax.with_sharding_constraint(g / examples, NamedSharding(mesh, spec))
-        return loss / examples, jax.tree.map(placed, gradient, update_specs)
-
-    return whole
+def _on_tensor_axis(
+    function: Callable[[Params], Params], mesh: Mesh, specs: Params, out_specs: Params
+) -> Callable[[Params], Params]:
+    """`function` of each device's own part along the tensor axis, within `_on_each_device`: what it sends is written out."""
+    if not _has_tensor(mesh):
+        return function
+    axes = ("tensor",)
+    return lambda tree: jax.shard_map(
+        function, mesh=jax.sharding.get_abstract_mesh(), in_specs=(_only(specs, axes),), out_specs=_only(out_specs, axes),
+        axis_names={*axes}, check_vma=False,
+    )(tree)  # fmt: skip
 
 
-def _accumulate(losses: Losses, params: Params, constants: Any, micro: Batch) -> tuple[jax.Array, Params]:
-    """Sum of all losses and its gradient, in float32; `micro` is [micro-batches b ...]."""
+def _laid(tree: Params, specs: Params, mesh: Mesh) -> Params:
+    """Weights or gradients split over the tensor axis as `specs` say: else the partitioner may choose, for activations too."""
+    if not _has_tensor(mesh):
+        return tree
+    here = jax.sharding.get_abstract_mesh()
+    put = lambda x, spec: lax.with_sharding_constraint(x, NamedSharding(here, spec))
+    return jax.tree.map(put, tree, _only(specs, ("tensor",)))
+
+
+def _only(specs: Any, axes: Sequence[str]) -> Any:
+    """Of PartitionSpecs what concerns these mesh axes."""
+
+    def one(spec: PartitionSpec) -> PartitionSpec:
+        return PartitionSpec(*(tuple(axis for axis in mesh_axes(entry) if axis in axes) or None for entry in spec))
+
+    return jax.tree.map(one, specs)
+
+
+def _accumulate(
+    losses: Losses, params: Params, constants: Any, micro: Batch, lay: Callable[[Params], Params]
+) -> tuple[jax.Array, Params]:
+    """Sum of all losses and its gradient, in float32; `micro` is [micro-batches b ...].
+
+    Args:
+        lay: says how weights and gradients are split.
+    """
 
     def total(params: Params, batch: Batch) -> jax.Array:
-        return jnp.sum(losses(params, constants, batch).astype(jnp.float32))
+        return jnp.sum(losses(lay(params), constants, batch).astype(jnp.float32))
 
     def body(sums: Any, batch: Batch) -> tuple[Any, None]:
         here = jax.value_and_grad(total)(params, batch)
@@ -178,8 +205,8 @@ def _accumulate(losses: Losses, params: Params, constants: Any, micro: Batch) ->
     if next(iter(micro.values())).shape[0] == 1:
         loss, gradient = jax.value_and_grad(total)(params, {key: x[0] for key, x in micro.items()})
         return loss, jax.tree.map(lambda g: g.astype(jnp.float32), gradient)
-    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), (jnp.zeros(()), params))
-    return lax.scan(body, zeros, micro)[0]
+    zeros = lay(jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params))
+    return lax.scan(body, (jnp.zeros(()), zeros), micro)[0]
 
 
 def _checked(batch: Batch, mesh: Mesh, accumulation: int = 1) -> Batch:
@@ -209,9 +236,10 @@ def _shards(mesh: Mesh) -> int:
     return math.prod(mesh.shape[axis] for axis in _batch_axes(mesh))
 
 
-def _splits(spec: PartitionSpec) -> list[tuple[int, str]]:
-    """(dimension, mesh axis) in the order in which to scatter: fsdp's dimension first, as its links are the fast
-    ones and leave less to send over data's; within a dimension from major to minor.
+def _splits(spec: PartitionSpec, axes: Sequence[str]) -> list[tuple[int, str]]:
+    """(dimension, mesh axis), of these axes, in the order in which to scatter: fsdp's dimension first, as its links are the
+    fast ones and leave less to send over data's; within a dimension from major to minor.
     """
-    entries = [(dim, (entry,) if isinstance(entry, str) else entry or ()) for dim, entry in enumerate(spec)]
-    return [(dim, axis) for dim, axes in sorted(entries, key=lambda e: "fsdp" not in e[1]) for axis in axes]
+    entries = [(dim, mesh_axes(entry)) for dim, entry in enumerate(spec)]
+    ordered = [(dim, axis) for dim, names in sorted(entries, key=lambda e: "fsdp" not in e[1]) for axis in names]
+    return [(dim, axis) for dim, axis in ordered if axis in axes]

@@ -139,7 +139,8 @@ class Program:
         condition = re.search(r"condition=%?([\w.-]+)", line.rest)
         assert condition
         lines = [inner for lines, _ in self._walk(condition[1], 1, into_fusions=True) for inner in lines]
-        limits = [int(one.rest.partition(")")[0]) for one in lines if one.opcode == "constant" and one.shape.startswith("s32[]")]
+        constants = [one for one in lines if one.opcode == "constant" and one.shape.startswith("s32[]")]
+        limits = [int(one.rest.partition(")")[0]) for one in constants]
         if len(limits) != 1 or not any(one.opcode == "compare" and "direction=LT" in one.rest for one in lines):
             raise ValueError(f"how often the loop {line.name} of the compiled step runs cannot be read from its condition")
         return limits[0]

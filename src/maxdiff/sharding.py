@@ -13,10 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import mesh_utils
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from maxdiff.models.attention import AttentionKernel
 from maxdiff.models.layers import Axes
@@ -119,7 +118,7 @@ def check_rules(rules: Rules, mesh: Mesh) -> None:
         name, target = rule
         if name not in LOGICAL_AXES:
             raise ValueError(f"logical_axis_rules: {name!r} is no logical axis{_nearest(name, LOGICAL_AXES)}")
-        for axis in _mesh_axes(target):
+        for axis in mesh_axes(target):
             if axis not in mesh.shape:
                 raise ValueError(
                     f"logical_axis_rules: {name!r} maps to {axis!r}, which is not in mesh_axes={list(mesh.axis_names)}"
@@ -136,7 +135,8 @@ def _is_target(target: Any) -> bool:
     return target is None or all(isinstance(axis, str) for axis in axes)
 
 
-def _mesh_axes(target: Any) -> tuple[str, ...]:
+def mesh_axes(target: Any) -> tuple[str, ...]:
+    """Of a rule's target, or of an entry of a PartitionSpec."""
     if target is None:
         return ()
     return (target,) if isinstance(target, str) else tuple(target)
@@ -196,7 +196,7 @@ def update_spec(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh) -> Partit
     shards of fsdp; where it divides neither, nowhere.
     """
     ways = mesh.shape.get("data", 1)
-    entries = [_mesh_axes(entry) for entry in spec] + [()] * (len(shape) - len(spec))
+    entries = [mesh_axes(entry) for entry in spec] + [()] * (len(shape) - len(spec))
     if ways == 1 or any("data" in entry for entry in entries):
         return spec
     # The largest, so that no kernel is cut between its pixels; of equals the last.
@@ -210,7 +210,7 @@ def update_spec(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh) -> Partit
 
 
 def _targets(name: str | None, rules: Rules) -> Iterable[tuple[str, ...]]:
-    return (_mesh_axes(target) for rule, target in rules if rule == name)
+    return (mesh_axes(target) for rule, target in rules if rule == name)
 
 
 def _ways(target: Sequence[str], mesh: Mesh) -> int:
@@ -280,8 +280,8 @@ class Layout:
 
     def constrain(self, x: jax.Array, axes: Axes) -> jax.Array:
         """Give an activation its sharding; for `Compute.constrain`."""
-        spec = activation_spec(x.shape, axes, self.rules, self.mesh)
-        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
+        mesh, spec = self._here(activation_spec(x.shape, axes, self.rules, self.mesh))
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
     def attend(self, kernel: AttentionKernel) -> AttentionKernel:
         """The kernel on each device's own examples and heads; for `Compute.attention`.
@@ -291,21 +291,20 @@ class Layout:
 
         def attention(q: jax.Array, k: jax.Array, v: jax.Array, *, mask: Any = None, precision: Any = None) -> jax.Array:
             assert mask is None
-            spec = activation_spec(q.shape, ("activation_batch", None, "activation_heads", None), self.rules, self.mesh)
+            axes = ("activation_batch", None, "activation_heads", None)
+            mesh, spec = self._here(activation_spec(q.shape, axes, self.rules, self.mesh))
             local = functools.partial(kernel, precision=precision)
-            return jax.shard_map(local, mesh=self.mesh, in_specs=(spec, spec, spec), out_specs=spec, check_vma=False)(q, k, v)
+            return jax.shard_map(local, mesh=mesh, in_specs=(spec, spec, spec), out_specs=spec, check_vma=False,
+                                 axis_names={*mesh.axis_names} - {*mesh.manual_axes})(q, k, v)  # fmt: skip
 
         return attention
 
-    def gather(self, x: jax.Array, axes: Axes) -> jax.Array:
-        """Bring a parameter's fsdp shards together where it is used; for `Compute.gather`.
-
-        In the backward pass its gradient is scattered again: leaving that to the partitioner moves
-        activations, and a plain constraint here would make every gradient a full all-reduce.
-        """
-        spec = parameter_spec(x.shape, axes, self.rules, self.mesh)
-        kept = PartitionSpec(*(_without_fsdp(entry) for entry in spec))
-        return _gather(x, NamedSharding(self.mesh, spec), NamedSharding(self.mesh, kept))
+    def _here(self, spec: PartitionSpec) -> tuple[AbstractMesh, PartitionSpec]:
+        """The mesh, and what of an activation's split is left to do: not over the axes of a shard_map that it is in."""
+        mesh = jax.sharding.get_abstract_mesh()
+        mesh = self.mesh.abstract_mesh if mesh.empty else mesh
+        left = [tuple(axis for axis in mesh_axes(entry) if axis not in mesh.manual_axes) or None for entry in spec]
+        return mesh, PartitionSpec(*left)
 
     def describe(self, network: Network) -> list[str]:
         """What the rules did: parameters and bytes a device by PartitionSpec and, by name, what lies whole."""
@@ -324,7 +323,7 @@ class Layout:
         return lines
 
     def _ways(self, spec: PartitionSpec) -> int:
-        return math.prod(_ways(_mesh_axes(entry), self.mesh) for entry in spec)
+        return math.prod(_ways(mesh_axes(entry), self.mesh) for entry in spec)
 
 
 def bytes_a_device(leaf: Any) -> int:
@@ -339,27 +338,3 @@ def abstract(tree: Any, sharding: NamedSharding) -> Any:
 
 def _bytes(spec: ParameterSpec) -> int:
     return 4 * math.prod(spec.shape)
-
-
-def _without_fsdp(entry: Any) -> Any:
-    left = tuple(axis for axis in _mesh_axes(entry) if axis not in ("data", "fsdp"))
-    return left[0] if len(left) == 1 else left or None
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _gather(x: jax.Array, stored: NamedSharding, used: NamedSharding) -> jax.Array:
-    del stored
-    return jax.lax.with_sharding_constraint(x, used)
-
-
-def _gather_forward(x: jax.Array, stored: NamedSharding, used: NamedSharding) -> tuple[jax.Array, None]:
-    return _gather(x, stored, used), None
-
-
-def _gather_backward(stored: NamedSharding, used: NamedSharding, _: None, gradient: jax.Array) -> tuple[jax.Array]:
-    del used
-    # Float32 before the reduction over devices, whatever the weights were used in.
-    return (jax.lax.with_sharding_constraint(gradient.astype(jnp.float32), stored),)
-
-
-_gather.defvjp(_gather_forward, _gather_backward)

@@ -14,6 +14,7 @@ from maxdiff.gradients import Batch, GradientFunction
 from maxdiff.health import Guard, after_batch, is_good
 from maxdiff.models.network import Params
 from maxdiff.optim import apply_updates, ema_decay, update_ema
+from maxdiff.sharding import mesh_axes
 from maxdiff.state import TrainState
 
 Metrics = dict[str, jax.Array]
@@ -50,7 +51,7 @@ class ShardedUpdate:
         of = lambda shardings: jax.tree.map(lambda sharding: sharding.spec, shardings)
         pairs = zip(*(jax.tree.leaves(of(shardings)) for shardings in (self.stored, self.updates)), strict=True)
         dims = {i: dim for i, (stored, updates) in enumerate(pairs) if updates != stored
-                for dim, entry in enumerate(updates) if "data" in _axes(entry)}  # fmt: skip
+                for dim, entry in enumerate(updates) if "data" in mesh_axes(entry)}  # fmt: skip
 
         def local(params: Params) -> Params:
             leaves, tree = jax.tree.flatten(params)
@@ -60,10 +61,6 @@ class ShardedUpdate:
             return tree.unflatten(leaves)
 
         return jax.shard_map(local, mesh=mesh, in_specs=(of(self.updates),), out_specs=of(self.stored), check_vma=False)(params)
-
-
-def _axes(entry: Any) -> tuple[str, ...]:
-    return (entry,) if isinstance(entry, str) else entry or ()
 
 
 def make_train_step(

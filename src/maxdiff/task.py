@@ -186,15 +186,15 @@ def _is_trained(model: Model, name: str) -> bool:
 def make_compute(config: Config, layout: Layout) -> Compute:
     """How networks compute."""
     model = config.model
-    # With a tensor axis the networks place their own collectives, see gradients.py.
-    sharded = layout.mesh.shape.get("tensor", 1) > 1
-    hooks = {"constrain": layout.constrain, "gather": layout.gather} if sharded else {}
+    # Of activations only a tensor axis splits more than the examples, see gradients.py.
+    split = layout.mesh.shape.get("tensor", 1) > 1
+    hooks = {"constrain": layout.constrain} if split else {}
     # Of the mesh: when compiling ahead of time it is not JAX's default backend.
     attention = kernel(model.attention, layout.mesh.devices.flat[0].platform)
     return Compute(
         dtype=jnp.dtype(model.activations_dtype),
         precision=jax.lax.Precision[model.precision],
-        attention=layout.attend(attention) if sharded else attention,
+        attention=layout.attend(attention) if split else attention,
         fused=fused_kernels(model.norms, layout.mesh),
         remat=REMAT[model.remat],
         **hooks,

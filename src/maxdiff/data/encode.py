@@ -133,9 +133,7 @@ def encode(config: Config, task: Task, source: Source, folder: Path) -> Pace:
     folder.mkdir(parents=True, exist_ok=True)
     check_shared(folder)
     # Each process encodes for itself, on its own devices: what places activations on the run's mesh is left out.
-    alone = lambda network: network.with_compute(
-        dataclasses.replace(network.compute, constrain=Compute().constrain, gather=Compute().gather)
-    )
+    alone = lambda network: network.with_compute(dataclasses.replace(network.compute, constrain=Compute().constrain))
     task = dataclasses.replace(task, networks={name: alone(network) for name, network in task.networks.items()})
     mesh = Mesh(np.array(jax.local_devices()), ("data",))
     sharding, weights = NamedSharding(mesh, PartitionSpec("data")), _here(task, mesh)

@@ -60,7 +60,6 @@ class Compute:
         attention: the UNet's kernel, from `attention.kernel(name)`. The text encoders' 77 masked tokens
             and the autoencoder's one wide head take `dot_product` always: no fused kernel takes them.
         constrain: (activation, logical axes) -> the same values, with a sharding.
-        gather: (parameter, logical axes) -> the same values, whole, for use in this layer.
         fused: the module `fused`, whose GPU kernels compute norms and biases where they take the shape and dtype; or None.
         remat: wraps each residual and transformer block; `jax.checkpoint`, with or without a
             policy, recomputes it in the backward pass. By default nothing is recomputed.
@@ -70,18 +69,17 @@ class Compute:
     precision: lax.Precision | None = None
     attention: AttentionKernel = dot_product
     constrain: Callable[[jax.Array, Axes], jax.Array] = _as_is
-    gather: Callable[[jax.Array, Axes], jax.Array] = _as_is
     fused: Any = None
     remat: Callable[[Callable], Callable] = lambda block: block
 
     def __post_init__(self):
-        for name in ("attention", "constrain", "gather", "remat"):
+        for name in ("attention", "constrain", "remat"):
             if not callable(value := getattr(self, name)):
                 raise ValueError(f"{name}={value!r} is no function (kernels are made by maxdiff.models.attention.kernel)")
 
     def weight(self, parameter: nnx.Param) -> jax.Array:
-        """The parameter as it enters a product: gathered, then cast (so gradients reduce in float32)."""
-        whole = self.gather(parameter.get_value(), parameter.axes)
+        """The parameter as it enters a product."""
+        whole = parameter.get_value()
         return self.fused.cast(whole, self.dtype) if self.fused and whole.ndim == 4 else whole.astype(self.dtype)
 
     def add(self, x: jax.Array, bias: nnx.Param | None) -> jax.Array:
@@ -97,8 +95,8 @@ class Compute:
         return self.fused is not None and self.fused.takes(x)
 
     def statistic(self, parameter: nnx.Param) -> jax.Array:
-        """The parameter of a norm: gathered, float32."""
-        return self.gather(parameter.get_value(), parameter.axes).astype(jnp.float32)
+        """The parameter of a norm, float32."""
+        return parameter.get_value().astype(jnp.float32)
 
 
 def parameter(shape: tuple[int, ...], axes: Axes, init: Initializer) -> nnx.Param:
