@@ -231,7 +231,7 @@ def left_whole(config: Config, mesh: Mesh, task: Task, state: TrainState) -> lis
     share = sum(leaf.size for leaf in whole) / max(1, sum(leaf.size for leaf in moments))
     if config.optimizer.shard_optimizer and mesh.shape.get("data", 1) > 1 and share > 0.1:
         lines.append(f"shard_optimizer: {share:.0%} of the moments are not split over data={mesh.shape['data']}, which divides "
-                     "none of their dimensions (ici_fsdp_parallelism=8 or more leaves less)")  # fmt: skip
+                     "none of their dimensions (a larger ici_fsdp_parallelism leaves less)")  # fmt: skip
     ways = mesh.shape.get("tensor", 1)
     for name, network in task.networks.items():
         counts = network.config.heads if isinstance(network.config, UNetConfig) else ()
