@@ -103,9 +103,7 @@ def held_out_batches(config: Config, layout: Layout, task: Task, source: Source)
     The last is filled up with other examples, whose `counted` is 0.
     """
     at_once = config.batch.per_device_batch_size * build.batch_shards(layout.mesh)
-    part, parts = build.batch_part(layout.mesh)
-    captions = dataclasses.replace(inputs.make_plan(config).captions, shuffle_tags=False, tag_dropout=0.0)
-    plan = BatchPlan(0, at_once, config.data.resolution, captions=captions, process_index=part, process_count=parts)
+    plan = held_out_plan(config, at_once, build.batch_part(layout.mesh))
     examples = min(config.data.eval_examples, len(source))
     loaded = []
     for number in range(-(-examples // at_once)):
@@ -114,6 +112,12 @@ def held_out_batches(config: Config, layout: Layout, task: Task, source: Source)
         position = batch["position"] + np.int32(number * at_once)
         loaded.append({**batch, "position": position, "counted": (position < examples).astype(np.float32)})
     return loaded
+
+
+def held_out_plan(config: Config, at_once: int, part: tuple[int, int] = (0, 1)) -> BatchPlan:
+    """Which held-out examples there are, in which order: the same for whatever looks at them, and whatever the run's seed."""
+    captions = dataclasses.replace(inputs.make_plan(config).captions, shuffle_tags=False, tag_dropout=0.0)
+    return BatchPlan(0, at_once, config.data.resolution, captions=captions, process_index=part[0], process_count=part[1])
 
 
 def sums_of(measures: Measures, layout: Layout, task: Task) -> Any:
