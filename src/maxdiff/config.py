@@ -334,6 +334,8 @@ class Evaluation:
         _between(self, "eval_timesteps", 1, math.inf)
         if any(not 0 <= scale < math.inf for scale in self.eval_guidance_scales):
             raise ValueError(f"eval_guidance_scales={list(self.eval_guidance_scales)} (allowed: numbers of 0 or more)")
+        if len(set(self.eval_guidance_scales)) < len(self.eval_guidance_scales):
+            raise ValueError(f"eval_guidance_scales={list(self.eval_guidance_scales)} names one twice (allowed: each once)")
 
 
 @dataclasses.dataclass(frozen=True)
