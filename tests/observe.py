@@ -341,8 +341,7 @@ def judged_by(config: Config) -> Any:
     """Which networks look at pictures, and whence they come."""
     names = ("inception", "efficientnet", "clip")
     with mock.patch.multiple(evaluate.features, **dict.fromkeys(names, mock.DEFAULT)) as made:
-        with mock.patch.object(evaluate, "make_reference"):
-            evaluate.open_eyes(config)
+        evaluate.open_networks(config.evaluation)
         return {name: [call.args for call in one.call_args_list] for name, one in made.items()}
 
 

@@ -96,7 +96,9 @@ def test_a_model_is_measured_once(one_level: Path, tmp_path: Path, looks: list[i
     assert (tmp_path / "evaluation" / "report.md").read_text().count(other["weights"][:8]) == 2
 
 
-def test_another_model_of_the_same_name_is_not_taken_for_it(one_level: Path, folders: dict[str, Path], tmp_path: Path, monkeypatch):
+def test_another_model_of_the_same_name_is_not_taken_for_it(
+    one_level: Path, folders: dict[str, Path], tmp_path: Path, monkeypatch
+):
     monkeypatch.setattr(measure, "make_drawings", None)
     pipeline = tmp_path / "pipeline"
     shutil.copytree(one_level, pipeline)
@@ -133,7 +135,9 @@ def test_what_was_measured_before_an_interruption_stays(one_level: Path, tmp_pat
     assert [row["guidance_scale"] for row in found["drawn"]] == [1, 3]
     assert (found["losses"], len(calls), looks) == (kept["losses"], 3, [measure.AT_ONCE] * 3)
     path.write_text("{")
-    with pytest.raises(ValueError, match=r"\.json holds no results .*; allowed: what python -m maxdiff.evaluate wrote, or no file"):
+    with pytest.raises(
+        ValueError, match=r"\.json holds no results .*; allowed: what python -m maxdiff.evaluate wrote, or no file"
+    ):
         evaluate.evaluate(config)
 
 
@@ -197,7 +201,9 @@ def test_losses_are_those_of_the_formula(one_level: Path, tmp_path: Path):
 def test_a_reference_is_of_its_pictures_captions_and_network(one_level: Path, tmp_path: Path, looks: list[int]):
     source = inputs.open_examples(config_of(one_level, tmp_path), "eval_data_dir")
     network = features.efficientnet()
-    made = lambda network, *overrides: measure.make_reference(config_of(one_level, tmp_path, *overrides), source, network, tmp_path)
+    made = lambda network, *overrides: measure.make_reference(
+        config_of(one_level, tmp_path, *overrides), source, network, tmp_path
+    )
     first = made(network)
     plan = judge.held_out_plan(config_of(one_level, tmp_path), 6)
     examples = [load_example(source, plan, i, int(index)) for i, index in enumerate(step_examples(source, plan, 0)[2])]
@@ -219,7 +225,7 @@ def test_looking_at_drawings_in_parts_changes_nothing():
     rng = np.random.default_rng(0)
     images = rng.integers(0, 255, (70, 4, 4, 3), np.uint8)
     captions = [str(i) for i in range(70)]
-    angles = {caption: angle for caption, angle in zip(captions, rng.uniform(0, np.pi, 70), strict=True)}
+    angles = dict(zip(captions, rng.uniform(0, np.pi, 70), strict=True))
     texts = lambda some: np.array([[np.cos(angles[text]), np.sin(angles[text])] for text in some], np.float32)
     clip = features.CLIPEmbedder("c", lambda images: np.array([[1.0, 0.0]] * len(images), np.float32), texts, 2, "c")
     parts = ((images[i : i + 9], captions[i : i + 9]) for i in range(0, 70, 9))
@@ -240,7 +246,7 @@ def test_clip_scores_stand_in_the_table(one_level: Path, tmp_path: Path, capsys,
 
 def test_efficientnets_features_serve_without_inceptions(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.undo()
-    monkeypatch.setattr(measure, "AT_ONCE", 8)
+    monkeypatch.setattr(measure, "AT_ONCE", 2)
     network, clip = evaluate.open_networks(load_config(BASE).evaluation)
     assert (network.name, network.is_inception, clip) == ("efficientnet-lite0", False, None)
     rng = np.random.default_rng(0)
