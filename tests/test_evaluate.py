@@ -340,6 +340,12 @@ def test_mistakes_are_told_in_a_line(one_level: Path, tmp_path: Path, looks, cap
     assert not looks  # nothing was drawn, nor looked at
 
 
+def test_an_inpainting_model_is_refused(folders: dict[str, Path], tmp_path: Path, looks: list[int]):
+    with pytest.raises(ValueError, match="an inpainting model draws into images, and cannot be evaluated"):
+        evaluate.evaluate(config_of(folders["inpaint"], tmp_path))
+    assert not looks
+
+
 def test_what_is_not_installed_is_told_in_a_line(one_level: Path, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch):
     argv = [BASE, *keys(tmp_path, f"pretrained_model_name_or_path={one_level}")]
     monkeypatch.setitem(sys.modules, "torch", None)

@@ -20,7 +20,7 @@ from maxdiff.data.examples import Source
 from maxdiff.data.pipeline import BadTally, load_example, one_behind, step_examples
 from maxdiff.diffusion.objective import Objective
 from maxdiff.diffusion.schedule import noise_schedule
-from maxdiff.draw import requests
+from maxdiff.draw import inpaints, requests
 from maxdiff.features import CLIPEmbedder, FeatureNetwork
 from maxdiff.gradients import outputs_function
 from maxdiff.judge import HELD_OUT, each_held_out_batch, held_out_plan, sums_of
@@ -158,6 +158,8 @@ def make_programs(config: Config, layout: Layout, pipeline: Pipeline, scales: Se
         ValueError: for a pipeline that cannot be drawn with in this way, as `build.make_draw`.
     """
     networks = {name: part.network for name, part in pipeline.networks()}
+    if inpaints(networks):
+        raise ValueError("an inpainting model draws into images, and cannot be evaluated (allowed: one that draws prompts)")
     schedule = noise_schedule(pipeline.scheduler)
     # Unweighted, without whatever training does to its noise and captions.
     losses = diffusion_losses(networks, Objective(), schedule)
