@@ -63,20 +63,18 @@ def files(folder: Path, pattern: str) -> list[Path]:
 
 
 def test_a_model_is_measured_once(one_level: Path, tmp_path: Path, looks: list[int], capsys: pytest.CaptureFixture):
-    found = evaluate.evaluate(config_of(one_level, tmp_path, "eval_guidance_scales=[3, 1]", "eval_images=9"))
-    assert [row["guidance_scale"] for row in found["drawn"]] == [1, 3]
-    for row in found["drawn"]:
-        assert row["images"] == 9
-        assert row["frechet_distance"] > 0
-        assert 0 <= row["precision"] <= 1 >= row["recall"] >= 0
-        assert "clip_score" not in row
+    found = evaluate.evaluate(config_of(one_level, tmp_path, "guidance_scale=2", "eval_images=9"))
+    (row,) = found["drawn"]
+    assert (row["guidance_scale"], row["images"]) == (2, 9)
+    assert row["frechet_distance"] > 0
+    assert 0 <= row["precision"] <= 1 >= row["recall"] >= 0
+    assert "clip_score" not in row
     assert list(map(int, found["losses"])) == measure.timesteps(1000, 3) == [166, 500, 833]
     assert all(0.1 < loss < 10 for loss in found["losses"].values())
-    assert looks == [measure.AT_ONCE] * 3  # real pictures, and those of two scales
+    assert looks == [measure.AT_ONCE] * 2  # real pictures, and drawings
     (kept,) = files(tmp_path, "*.json")
     assert json.loads(kept.read_text()) == found
-    pictures = {f"{kept.stem}-guidance-{scale}.png" for scale in (1, 3)}
-    assert {path.name for path in files(tmp_path, "*.png")} == {*pictures, "plot.png"}
+    assert {path.name for path in files(tmp_path, "*.png")} == {f"{kept.stem}-guidance-2.png", "plot.png"}
     told = capsys.readouterr().out
     assert "distances are no FID" in told
     assert "9 drawings beside 6 held-out pictures of 16 px, by the features of quarters, so the distances are not FID" in told
@@ -86,10 +84,10 @@ def test_a_model_is_measured_once(one_level: Path, tmp_path: Path, looks: list[i
 
     # What stands there is not measured again; with other settings all is, but for the real pictures.
     del looks[:]
-    assert evaluate.evaluate(config_of(one_level, tmp_path, "eval_guidance_scales=[1]", "eval_images=9")) == found
+    assert evaluate.evaluate(config_of(one_level, tmp_path, "eval_guidance_scales=[2]", "eval_images=9")) == found
     assert "is there already" in capsys.readouterr().out
     assert not looks
-    other = evaluate.evaluate(config_of(one_level, tmp_path, "eval_guidance_scales=[1]", "eval_images=6"))
+    other = evaluate.evaluate(config_of(one_level, tmp_path, "guidance_scale=2", "eval_images=6"))
     assert looks == [measure.AT_ONCE]
     assert len(files(tmp_path, "*.json")) == 2
     # The table has what was measured alike: a drawing and a line of losses.
@@ -114,7 +112,7 @@ def test_another_model_of_the_same_name_is_not_taken_for_it(
 
 
 def test_what_was_measured_before_an_interruption_stays(one_level: Path, tmp_path: Path, looks: list[int], monkeypatch):
-    config = config_of(one_level, tmp_path, "eval_guidance_scales=[1, 3]")
+    config = config_of(one_level, tmp_path, "eval_guidance_scales=[2, 1]")
     begin = evaluate.make_drawings
     calls: list[int] = []
 
@@ -129,10 +127,10 @@ def test_what_was_measured_before_an_interruption_stays(one_level: Path, tmp_pat
         evaluate.evaluate(config)
     (path,) = files(tmp_path, "*.json")
     kept = json.loads(path.read_text())
-    assert (len(kept["losses"]), [row["guidance_scale"] for row in kept["drawn"]]) == (3, [1])
+    assert (len(kept["losses"]), [row["guidance_scale"] for row in kept["drawn"]]) == (3, [2])
     found = evaluate.evaluate(config)
-    assert found["drawn"][:1] == kept["drawn"]
-    assert [row["guidance_scale"] for row in found["drawn"]] == [1, 3]
+    assert found["drawn"][1:] == kept["drawn"]
+    assert [row["guidance_scale"] for row in found["drawn"]] == [1, 2]
     assert (found["losses"], len(calls), looks) == (kept["losses"], 3, [measure.AT_ONCE] * 3)
     path.write_text("{")
     with pytest.raises(
