@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from maxdiff import build, command, generate, health, inputs, judge, processes, rollback
+from maxdiff import build, command, evaluate, generate, health, inputs, judge, measure, processes, rollback
 from maxdiff.checkpoint import Checkpoints
 from maxdiff.config import Config, write_config
 from maxdiff.data import encode
@@ -332,6 +332,23 @@ def validated(config: Config) -> Any:
     with mock.patch.object(judge, "requests", wraps=judge.requests) as asked:
         judge.make_judge(config, layout, task, jax.random.key(0))
     return [call.args[1] for call in asked.call_args_list]
+
+
+# --- Evaluation --------------------------------------------------------------------------------------------------
+
+
+def judged_by(config: Config) -> Any:
+    """Which networks look at pictures, and whence they come."""
+    names = ("inception", "efficientnet", "clip")
+    with mock.patch.multiple(evaluate.features, **dict.fromkeys(names, mock.DEFAULT)) as made:
+        evaluate.open_networks(config.evaluation)
+        return {name: [call.args for call in one.call_args_list] for name, one in made.items()}
+
+
+def judged(config: Config) -> Any:
+    """What is drawn to be judged, and at which timesteps losses are measured."""
+    times = measure.timesteps(1000, config.evaluation.eval_timesteps)
+    return evaluate.wanted(config, ["a cat", "a dog"]), evaluate.guidance_scales(config), times
 
 
 # --- Mesh --------------------------------------------------------------------------------------------------------

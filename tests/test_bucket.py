@@ -23,7 +23,7 @@ import pytest
 
 from benchmarks.crashes import BEGINS, TEXT, UNET, Start, fingerprint, resumed
 from benchmarks.together import free_port, run_together
-from maxdiff import bucket, build, checkpoint_command, generate, lock, mirror, train
+from maxdiff import bucket, build, checkpoint_command, evaluate, features, generate, lock, mirror, train
 from maxdiff.checkpoint import Checkpoints, has_checkpoints, newest_step, restore_latest
 from maxdiff.config import Run, load_config, write_config
 from maxdiff.lock import RunLock
@@ -166,7 +166,7 @@ def test_a_run_goes_on_from_its_bucket_on_an_empty_disk(emulator: Emulator, fold
     assert f"step {STEPS}: whole, " in capfd.readouterr().out
 
 
-def test_a_run_in_a_bucket_draws_into_it(folder: Path, capfd: pytest.CaptureFixture):
+def test_a_run_in_a_bucket_draws_into_it(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture):
     config = load_config(ROOT / "configs" / "base.yml", [
         "run_name=r", f"output_dir={folder}", f"vae={VAE}", f"unet={UNET}", f"text_encoder={TEXT}", "resolution=8",
         "max_train_steps=9", "global_batch_size=8", "skip_jax_distributed_system=true",
@@ -197,6 +197,23 @@ def test_a_run_in_a_bucket_draws_into_it(folder: Path, capfd: pytest.CaptureFixt
     assert "1 image there already" in said
     assert f"wrote {images}; 2 of 2 are on {images}/sheet.png" in said
     assert names(bucket.place(images)) == {"a-red-heart-0.png", "a-red-heart-1.png", "sheet.png"}
+
+    # It is judged into the bucket too, once.
+    mean = lambda images: images.mean((1, 2)).astype(np.float32) + np.arange(3, dtype=np.float32)
+    network = features.FeatureNetwork("mean", mean, 3, is_inception=False, fingerprint="a")
+    keys = [
+        f"eval_data_dir={ROOT}/data/emoji/heldout-000000.tar",
+        "eval_examples=4",
+        "eval_timesteps=1",
+        f"dataset_save_location={tmp_path}",
+    ]
+    with mock.patch.object(build, "draw_function", sampler), mock.patch.object(features, "efficientnet", return_value=network):
+        for told in ("drawn at guidance_scale=7.5", "is there already"):
+            assert evaluate.main([*arguments, *keys]) == 0
+            assert told in capfd.readouterr().out
+    judged = names(bucket.place(f"{folder}/r/evaluation"))
+    assert {"report.md", "plot.png"} < judged
+    assert sum(name.endswith(".json") for name in judged) == 1
 
 
 # Two processes that hold, fill and read one run, as training does.

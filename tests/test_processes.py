@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import sys
 import tarfile
 from pathlib import Path
@@ -25,6 +26,15 @@ from tests.test_sharding import AXES
 ROOT = Path(__file__).parent.parent
 SHARD = ROOT / "data" / "emoji" / "heldout-000000.tar"
 DEVICES = 2
+# The command, with a feature network that needs no compilation.
+EVALUATE = """
+import sys
+import numpy as np
+from maxdiff import evaluate, features
+mean = lambda images: images.reshape(len(images), 2, -1, 6).mean(2).reshape(len(images), -1).astype(np.float32)
+features.efficientnet = lambda: features.FeatureNetwork("means", mean, 12, is_inception=False, fingerprint="a")
+sys.exit(evaluate.main(sys.argv[1:]))
+"""
 # The command, with shards so small that there are several.
 ENCODE = """
 import sys
@@ -108,6 +118,33 @@ def test_two_processes_train_as_one_does_and_one_goes_on(one_level: Path, tmp_pa
     for name, expected in zip(names, alone, strict=True):
         with Image.open(images / name) as image:
             assert np.abs(np.asarray(image).astype(int) - expected).max() <= 1
+
+
+def test_two_processes_evaluate_as_one_does(one_level: Path, tmp_path: Path):
+    keys = ["run_name=", "num_inference_steps=2", "eval_guidance_scales=[1, 3]", "eval_timesteps=2", "eval_images=5",
+            "eval_examples=7", "global_batch_size=0"]  # fmt: skip
+    evaluation = lambda name, *more: [sys.executable, "-c", EVALUATE, *command(one_level, tmp_path / name, *keys, *more)[2:]]
+    shared = ["ici_fsdp_parallelism=4", "num_processes=2", f"coordinator_address=localhost:{free_port()}"]
+    pair = [evaluation("pair", *shared, f"process_id={n}") for n in (0, 1)]
+    _, first, second = together([evaluation("alone"), *pair], tmp_path / "said")
+    assert "| guidance scale |" in first
+    assert "guidance" not in second
+    alone, both = (json.loads(next((tmp_path / name / "evaluation").glob("*.json")).read_text()) for name in ("alone", "pair"))
+    assert both["settings"] == alone["settings"]
+    assert both["weights"] == alone["weights"]
+    assert both["losses"] == {t: pytest.approx(loss, rel=1e-5) for t, loss in alone["losses"].items()}
+    for ours, theirs in zip(both["drawn"], alone["drawn"], strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-2)  # a pixel may be rounded the other way
+    # Of what only the first looks for, the other hears.
+    shared = ["inception_path=/nowhere", "num_processes=2", f"coordinator_address=localhost:{free_port()}"]
+    pair = [evaluation("pair", *shared, f"process_id={n}") for n in (0, 1)]
+    running = [
+        subprocess.Popen(one, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) for one in pair
+    ]
+    said = [process.communicate(timeout=100)[1] for process in running]
+    assert [process.returncode for process in running] == [2, 2]
+    assert "python -m maxdiff.evaluate: inception_path='/nowhere': there is no file /nowhere" in said[0]
+    assert "process 0 of 2" in said[1]
 
 
 def test_two_processes_encode_as_one_does(one_level: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from maxdiff import quality
 from maxdiff.quality import Statistics, frechet_distance, kernel_distance, precision_and_recall
 
 
@@ -59,12 +60,14 @@ def test_the_kernel_distance_is_unbiased_and_repeatable():
     assert kernel_distance(x, y, subset_size=40)[0] > 0.5
 
 
-def test_precision_and_recall_of_sets_that_overlap_in_part():
+def test_precision_and_recall_of_sets_that_overlap_in_part(monkeypatch: pytest.MonkeyPatch):
     line = np.arange(20.0)[:, None]
     real, generated = line[:12], line[8:]  # 4 of each are the other's; radii of 3 reach 3 further (of 2 inside)
     precision, recall = precision_and_recall(real, generated)
     assert (precision, recall) == (7 / 12, 7 / 12)
     assert precision_and_recall(line, line) == (1.0, 1.0)
+    monkeypatch.setattr(quality, "ROWS", 5)  # of the table of distances, at once
+    assert precision_and_recall(real, generated) == (precision, recall)
     assert precision_and_recall(line, line + 100) == (0.0, 0.0)
     # All alike: each is real, and little of what is real is there.
     alike = 5.0 + 1e-3 * line

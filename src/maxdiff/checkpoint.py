@@ -187,7 +187,7 @@ class Checkpoints:
             DamagedCheckpoint: if it is damaged, naming leaf and cause; on all processes, if it is to one.
         """
         wanted = named(abstract)
-        stored = self._arrays(step)
+        stored = self._listed_by_all(step)
         _compare(wanted, {n: x for n, x in stored.items() if n in wanted} if part else stored, f"{self.folder / str(step)}")
         leaves = self._load(step, wanted, part)
         return jax.tree.unflatten(jax.tree.structure(abstract), [leaves[name] for name in wanted])
@@ -208,6 +208,16 @@ class Checkpoints:
         wait_for_all("a checkpoint was set aside")
         self._checkpointer.reload()
         return path
+
+    def _listed_by_all(self, step: int) -> dict[str, Any]:
+        """As `_arrays`; raises on all processes if it does on one, which may have looked when the run let go of the step."""
+        try:
+            stored, failed = self._arrays(step), None
+        except (FileNotFoundError, DamagedCheckpoint) as error:
+            stored, failed = {}, error
+        if not agree(failed is None):
+            raise failed or DamagedCheckpoint(f"{self.folder / str(step)} cannot be restored by another process")
+        return stored
 
     def _arrays(self, step: int) -> dict[str, Any]:
         """Name -> shape and dtype of what is stored; raises FileNotFoundError if there is no such step."""
@@ -314,8 +324,14 @@ def newest_step(folder: Path) -> int | None:
     """The step of the newest checkpoint there; None if there is none."""
     if bucket.is_bucket(folder):
         return next(_steps_in_bucket(folder, finished=True), None)
-    steps = [int(child.name) for child in folder.iterdir() if child.name.isdigit()] if folder.is_dir() else []
-    return max(steps, default=None)
+    return max(saved_steps(folder), default=None)
+
+
+def saved_steps(folder: Path) -> list[int]:
+    """The steps of the complete checkpoints there, ascending, whether or not a run is training; nothing is made or mended."""
+    if bucket.is_bucket(folder):
+        return sorted(_steps_in_bucket(folder, finished=True))
+    return sorted(int(child.name) for child in folder.iterdir() if child.name.isdigit()) if folder.is_dir() else []
 
 
 def _steps_in_bucket(folder: Path, finished: bool) -> Iterator[int]:

@@ -1,16 +1,31 @@
 """A checksum of each array of a tree, which does not depend on how the array is split over devices."""
 
+import hashlib
+import json
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from maxdiff.models.network import Params, flatten
+
 
 def named(tree: Any) -> dict[str, Any]:
     """The tree's leaves by their paths, joined with dots: names that don't depend on container types."""
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+
+
+def digest(value: Any) -> str:
+    """16 hexadecimal digits that stand for a JSON value."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def fingerprint(params: Params) -> str:
+    """16 hexadecimal digits that stand for weights on the devices, wherever they lie; every process calls it."""
+    leaves = {"/".join(map(str, path)): leaf for path, leaf in flatten(params)}
+    return digest({name: int(value) for name, value in jax.device_get(checksums(leaves)).items()})
 
 
 @jax.jit

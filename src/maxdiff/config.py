@@ -320,6 +320,25 @@ class Sampling:
 
 
 @dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """What `python -m maxdiff.evaluate` measures."""
+
+    inception_path: str = ""
+    clip_path: str = ""
+    eval_images: int = 0
+    eval_guidance_scales: tuple[float, ...] = ()
+    eval_timesteps: int = 10
+
+    def __post_init__(self):
+        _between(self, "eval_images", 0, math.inf)
+        _between(self, "eval_timesteps", 1, math.inf)
+        if any(not 0 <= scale < math.inf for scale in self.eval_guidance_scales):
+            raise ValueError(f"eval_guidance_scales={list(self.eval_guidance_scales)} (allowed: numbers of 0 or more)")
+        if len(set(self.eval_guidance_scales)) < len(self.eval_guidance_scales):
+            raise ValueError(f"eval_guidance_scales={list(self.eval_guidance_scales)} names one twice (allowed: each once)")
+
+
+@dataclasses.dataclass(frozen=True)
 class Mesh:
     """Devices, and what lies where; the sizes are checked by sharding.make_mesh."""
 
@@ -400,6 +419,7 @@ class Config:
     optimizer: Optimizer = dataclasses.field(default_factory=Optimizer)
     objective: Objective = dataclasses.field(default_factory=Objective)
     sampling: Sampling = dataclasses.field(default_factory=Sampling)
+    evaluation: Evaluation = dataclasses.field(default_factory=Evaluation)
     mesh: Mesh = dataclasses.field(default_factory=Mesh)
     output: Output = dataclasses.field(default_factory=Output)
     safety: Safety = dataclasses.field(default_factory=Safety)
@@ -414,7 +434,7 @@ KEYS: dict[str, tuple[str, Any]] = {
 
 # Keys whose values are paths, or may be.
 PATHS = ("output_dir", "jax_cache_dir", "train_data_dir", "data_mix", "eval_data_dir", "dataset_save_location", "encoded_dir",
-         "idx_to_prompt", "prompts_file")  # fmt: skip
+         "idx_to_prompt", "prompts_file", "inception_path", "clip_path")  # fmt: skip
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:

@@ -12,13 +12,14 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from PIL import Image
 
+from maxdiff.checksums import digest, fingerprint
 from maxdiff.models import efficientnet as lite0
 from maxdiff.models.inception import FEATURES, SIZE
 from maxdiff.weights.features import CLIP_MEAN, CLIP_STD, Loaded, load_clip, load_efficientnet, load_inception
@@ -39,12 +40,14 @@ class FeatureNetwork:
         extract: uint8 images [b h w 3] of any size -> float32 features [b dim].
         dim: how many features.
         is_inception: whether distances between these features are FID and KID as published, or of another scale.
+        fingerprint: of weights and pre-processing: features of two networks can be compared where it is the same.
     """
 
     name: str
     extract: Callable[[np.ndarray], np.ndarray]
     dim: int
     is_inception: bool
+    fingerprint: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,12 +59,14 @@ class CLIPEmbedder:
         images: uint8 images [b h w 3] of any size -> [b dim].
         texts: texts, cut where they have more than 77 tokens -> [b dim].
         dim: how many numbers.
+        fingerprint: of weights, tokenizer and pre-processing.
     """
 
     name: str
     images: Callable[[np.ndarray], np.ndarray]
     texts: Callable[[Sequence[str]], np.ndarray]
     dim: int
+    fingerprint: str
 
 
 def inception(path: str | Path, preprocessing: Preprocessing = "pytorch-fid") -> FeatureNetwork:
@@ -77,7 +82,9 @@ def inception(path: str | Path, preprocessing: Preprocessing = "pytorch-fid") ->
     choices = {"pytorch-fid": jax.jit(pytorch_fid_pixels), "clean-fid": clean_fid_pixels}
     if preprocessing not in choices:
         raise ValueError(f"preprocessing={preprocessing!r} is not supported (allowed: {', '.join(choices)})")
-    return FeatureNetwork("inception", _extract(load_inception(path), choices[preprocessing]), FEATURES, is_inception=True)
+    loaded = load_inception(path)
+    return FeatureNetwork("inception", _extract(loaded, choices[preprocessing]), FEATURES, is_inception=True,
+                          fingerprint=_fingerprint(loaded, preprocessing))  # fmt: skip
 
 
 def efficientnet(path: str | Path | None = None) -> FeatureNetwork:
@@ -88,7 +95,9 @@ def efficientnet(path: str | Path | None = None) -> FeatureNetwork:
     Raises:
         FileNotFoundError, ValueError, ImportError: as `load_efficientnet`.
     """
-    return FeatureNetwork("efficientnet-lite0", _extract(load_efficientnet(path), lite_pixels), lite0.FEATURES, False)
+    loaded = load_efficientnet(path)
+    return FeatureNetwork("efficientnet-lite0", _extract(loaded, lite_pixels), lite0.FEATURES, is_inception=False,
+                          fingerprint=_fingerprint(loaded, "lite", LITE_MEAN, LITE_STD))  # fmt: skip
 
 
 def clip(path_or_repo: str | Path, revision: str | None = None) -> CLIPEmbedder:
@@ -103,7 +112,10 @@ def clip(path_or_repo: str | Path, revision: str | None = None) -> CLIPEmbedder:
     texts = lambda texts: np.asarray(embed(params, loaded.tokenizer(list(texts))))
     size = loaded.image.network.config.image_size
     images = _extract(loaded.image, lambda images: clip_pixels(images, size, loaded.mean, loaded.std), _unit)
-    return CLIPEmbedder(str(path_or_repo), images, texts, network.config.projection_dim)
+    words = digest([loaded.tokenizer.vocab, loaded.tokenizer.merges, loaded.tokenizer.pad_token])
+    seen = _fingerprint(loaded.image, "clip", size, loaded.mean, loaded.std)
+    whole = digest([seen, _fingerprint(loaded.text), words])
+    return CLIPEmbedder(str(path_or_repo), images, texts, network.config.projection_dim, whole)
 
 
 def _extract(
@@ -121,6 +133,11 @@ def _extract(
         return np.asarray(compiled(params, pixels(images)))
 
     return extract
+
+
+def _fingerprint(loaded: Loaded, *preprocessing: Any) -> str:
+    config = loaded.network.config
+    return digest([fingerprint(loaded.params), dataclasses.asdict(config) if config else None, *preprocessing])
 
 
 def _unit(embeddings: jax.Array) -> jax.Array:

@@ -53,12 +53,12 @@ def main(argv: Sequence[str]) -> int:
 
     def action(config: Config) -> None:
         start(config.run)
-        generate(_of_run(config, rest), step())
+        generate(of_run(config, rest), step())
 
     return command.run("generate.py", rest, action)
 
 
-def _of_run(config: Config, argv: Sequence[str]) -> Config:
+def of_run(config: Config, argv: Sequence[str]) -> Config:
     """A run's own configuration, as far as it says what the run is; where and on what it draws is said here."""
     saved = command.saved_config(config, argv)
     if saved is None:
@@ -71,7 +71,8 @@ def _of_run(config: Config, argv: Sequence[str]) -> Config:
         raise ValueError(f"use_ema is of a checkpoint, and the run {config.run.place} has none; its pipeline/ is drawn with")
     # What is said of drawing in the file named here, or on the command line, goes before what the run was trained with.
     said = {key: value for key, value in vars(config.sampling).items() if value != getattr(Sampling(), key)}
-    return dataclasses.replace(saved, run=config.run, mesh=config.mesh, sampling=dataclasses.replace(saved.sampling, **said))
+    drawing = dataclasses.replace(saved.sampling, **said)
+    return dataclasses.replace(saved, run=config.run, mesh=config.mesh, evaluation=config.evaluation, sampling=drawing)
 
 
 def generate(config: Config, step: int | None = None) -> list[Path]:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -98,22 +98,30 @@ def exported(layout: Layout, task: Task, state: TrainState) -> Params:
 
 
 def held_out_batches(config: Config, layout: Layout, task: Task, source: Source) -> list[Batch]:
+    """As `each_held_out_batch`, all in memory: they are measured again and again."""
+    return list(each_held_out_batch(config, layout, task, source))
+
+
+def each_held_out_batch(config: Config, layout: Layout, task: Task, source: Source) -> Iterator[Batch]:
     """The first `eval_examples` of a source's order, for this process, in batches of what the devices take at once.
 
     The last is filled up with other examples, whose `counted` is 0.
     """
     at_once = config.batch.per_device_batch_size * build.batch_shards(layout.mesh)
-    part, parts = build.batch_part(layout.mesh)
-    captions = dataclasses.replace(inputs.make_plan(config).captions, shuffle_tags=False, tag_dropout=0.0)
-    plan = BatchPlan(0, at_once, config.data.resolution, captions=captions, process_index=part, process_count=parts)
+    plan = held_out_plan(config, at_once, build.batch_part(layout.mesh))
     examples = min(config.data.eval_examples, len(source))
-    loaded = []
     for number in range(-(-examples // at_once)):
         batch, _ = load_batch(source, list(task.tokenizers.values()), plan, number)
         # Noise is drawn by position, so this is the one in the order: whatever the devices take at once, it is the same.
         position = batch["position"] + np.int32(number * at_once)
-        loaded.append({**batch, "position": position, "counted": (position < examples).astype(np.float32)})
-    return loaded
+        yield {**batch, "position": position, "counted": (position < examples).astype(np.float32)}
+
+
+def held_out_plan(config: Config, at_once: int, part: tuple[int, int] = (0, 1)) -> BatchPlan:
+    """Which held-out examples there are, in which order: the same for whatever looks at them, and whatever the run's seed."""
+    captions = dataclasses.replace(inputs.make_plan(config).captions, shuffle_tags=False, tag_dropout=0.0)
+    return BatchPlan(0, at_once, config.data.resolution, captions=captions, process_index=part[0], process_count=part[1],
+                     resizer=config.data.image_resizer)  # fmt: skip
 
 
 def sums_of(measures: Measures, layout: Layout, task: Task) -> Any:

@@ -31,8 +31,8 @@ def diffusion_losses(networks: Mapping[str, Network], objective: Objective, sche
         networks: unet, vae, text_encoder and, for SDXL, text_encoder_2. Which of them are trained is for the
             caller to say: those in `params` are, the others are in constants["frozen"].
 
-    `constants` also holds `key`, the step's random key, and `empty_ids` (and `empty_ids_2`), int32 [1 77], the
-    tokens of the empty caption that replaces a dropped one.
+    `constants` also holds `key`, the step's random key, and `empty_ids` (and `empty_ids_2`), int32 [1 77], the tokens of
+    the empty caption that replaces a dropped one; and `t`, int32 [], where all examples are to have that timestep.
     """
     scaling_factor = networks["vae"].config.scaling_factor
 
@@ -46,7 +46,7 @@ def diffusion_losses(networks: Mapping[str, Network], objective: Objective, sche
         noise = vae_noise(key, position, latents.mean.shape[1:])
         # The autoencoder is never trained here; nor need its activations be kept.
         x0 = lax.stop_gradient(latents.sample(noise) * scaling_factor)
-        noisy = noisy_batch(objective, schedule, x0, key, position)
+        noisy = noisy_batch(objective, schedule, x0, key, position, constants.get("t"))
         dropped = drop_caption(objective, key, position)
         states, added = _text(networks, weights, constants, batch, dropped)
         prediction = networks["unet"].apply(weights["unet"], noisy.noisy, noisy.t, states, added)

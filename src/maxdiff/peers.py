@@ -37,10 +37,11 @@ class Peers:
     Args:
         place: says where the run is, for last words.
         lost_process_seconds: without a sign of life, a process is taken for lost.
+        program: what a mistake is told in the name of.
     """
 
-    def __init__(self, place: Callable[[], str], lost_process_seconds: float):
-        self._place, self._seconds = place, lost_process_seconds
+    def __init__(self, place: Callable[[], str], lost_process_seconds: float, program: str = "train.py"):
+        self._place, self._seconds, self._program = place, lost_process_seconds, program
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="peers", daemon=True)
         self._client: Any = None
@@ -83,7 +84,7 @@ class Peers:
     def _fail(self, error: Exception) -> None:
         """End here, and tell the others why; this process's last words are those of its error."""
         if isinstance(error, MISTAKES):
-            status = tell_mistake("train.py", error)
+            status = tell_mistake(self._program, error)
         else:
             status = 1
             traceback.print_exception(error)

@@ -1,8 +1,10 @@
 """One run in several processes: how they find each other, who speaks, and how weights come together."""
 
+import json
 import os
 import secrets
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +157,14 @@ def gather(tree: Any) -> Any:
 def agreed(value: Any) -> Any:
     """The first process's array, on every one of them."""
     return value if jax.process_count() == 1 else np.asarray(multihost_utils.broadcast_one_to_all(value))
+
+
+def agreed_json(make: Callable[[], Any]) -> Any:
+    """What `make` returns in the first process, a JSON value, on every one of them; the others do not call it."""
+    text = json.dumps(make() if jax.process_index() == 0 else None).encode()
+    size = int(agreed(np.int32(len(text))))
+    # What is broadcast has one shape on all.
+    return json.loads(agreed(np.frombuffer(text[:size].ljust(size), np.uint8)).tobytes())
 
 
 def agree(fine: bool) -> bool:

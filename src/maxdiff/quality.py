@@ -5,8 +5,12 @@ the kernel distance KID.
 """
 
 import dataclasses
+from collections.abc import Iterator
 
 import numpy as np
+
+NEIGHBOURS = 3  # Kynkäänniemi et al. 2019
+ROWS = 1000  # of a table of distances, at once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +50,8 @@ def kernel_distance(
     """(mean, standard deviation over subsets) of the squared maximum mean discrepancy (Binkowski et al. 2018).
 
     Its kernel is (x y / d + 1)^3, and it is unbiased: it may be negative, and is not larger for small sets, as the
-    Fréchet distance is. Subsets are drawn from each set without putting back.
+    Fréchet distance is. Subsets are drawn from each set without putting back; where one is all that there is of both sets,
+    it is the only one, and the deviation 0.
 
     Args:
         subset_size: pictures of each set in a subset; no more than there are.
@@ -59,6 +64,7 @@ def kernel_distance(
         raise ValueError(
             f"{len(real)} real and {len(generated)} generated pictures are not enough (allowed: 2 or more of each)"
         )
+    subsets = 1 if size == len(real) == len(generated) else subsets
     rng = np.random.default_rng(seed)
     pick = lambda features: features[rng.choice(len(features), size, replace=False)].astype(np.float64)
     found = [_discrepancy(pick(real), pick(generated)) for _ in range(subsets)]
@@ -71,7 +77,7 @@ def _discrepancy(x: np.ndarray, y: np.ndarray) -> float:
     return float(within - 2 * kernel(x, y).mean())
 
 
-def precision_and_recall(real: np.ndarray, generated: np.ndarray, neighbours: int = 3) -> tuple[float, float]:
+def precision_and_recall(real: np.ndarray, generated: np.ndarray, neighbours: int = NEIGHBOURS) -> tuple[float, float]:
     """(share of generated pictures among real ones, share of real ones among generated) (Kynkäänniemi et al. 2019).
 
     A picture is among others if it is no further from one of them than that one is from its k-th nearest neighbour.
@@ -86,9 +92,15 @@ def precision_and_recall(real: np.ndarray, generated: np.ndarray, neighbours: in
 
 
 def _share_among(pictures: np.ndarray, others: np.ndarray, neighbours: int) -> float:
-    # The nearest of all is the picture itself.
-    radii = np.partition(_squared_distances(others, others), neighbours, axis=1)[:, neighbours]
-    return float((_squared_distances(pictures, others) <= radii[None]).any(1).mean())
+    # Row by row of the table of distances, which is too large to be kept. The nearest of all is the picture itself.
+    radii = np.concatenate([np.partition(table, neighbours, axis=1)[:, neighbours] for table in _distances(others, others)])
+    return float(np.concatenate([(table <= radii[None]).any(1) for table in _distances(pictures, others)]).mean())
+
+
+def _distances(x: np.ndarray, y: np.ndarray) -> Iterator[np.ndarray]:
+    """The table of squared distances [n m], ROWS of its rows at a time."""
+    for first in range(0, len(x), ROWS):
+        yield _squared_distances(x[first : first + ROWS], y)
 
 
 def _squared_distances(x: np.ndarray, y: np.ndarray) -> np.ndarray:

@@ -60,6 +60,9 @@ def test_the_pickle_and_safetensors_are_one(tmp_path: Path):
     path = write(tmp_path / "lite0.safetensors", {k: v.numpy() for k, v in published().items()})
     for (place, ours), (_, other) in zip(*(flatten(load_efficientnet(p).params) for p in (None, path)), strict=True):
         np.testing.assert_array_equal(ours, other, err_msg=str(place))
+    assert efficientnet(path).fingerprint == efficientnet().fingerprint
+    changed = {k: v.numpy() + np.float32(0.1 * (k == "_bn1.bias")) for k, v in published().items()}
+    assert efficientnet(write(tmp_path / "changed.safetensors", changed)).fingerprint != efficientnet().fingerprint
 
 
 def test_what_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

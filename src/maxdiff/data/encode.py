@@ -8,8 +8,6 @@ Stopped and started again, it goes on with the shards that are missing, on any n
 
 import dataclasses
 import functools
-import hashlib
-import json
 import os
 import sys
 import time
@@ -24,7 +22,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxdiff import bucket, build, command, inputs
-from maxdiff.checksums import checksums
+from maxdiff.checksums import digest, fingerprint
 from maxdiff.conditioning import encode_text
 from maxdiff.config import Config
 from maxdiff.data.encoded import (
@@ -46,7 +44,7 @@ from maxdiff.data.pipeline import MIN_SEEN, TOKEN_NAMES, BadTally, BatchPlan, Lo
 from maxdiff.data.remote import is_remote
 from maxdiff.losses import from_uint8
 from maxdiff.models.layers import Compute
-from maxdiff.models.network import Network, Params, flatten
+from maxdiff.models.network import Network, Params
 from maxdiff.pace import Pace
 from maxdiff.processes import check_shared, say, start, wait_for_all
 from maxdiff.task import Task, make_task
@@ -217,26 +215,16 @@ def made_of(config: Config, task: Task, source: str) -> dict[str, Any]:
     data = {key: getattr(config.data, key) for key in DECIDES}
     labels = inputs.caption_columns(config).labels
     frozen = task.constants["frozen"]
-    networks = {name: _hash(task.networks[name].config.to_dict()) for name in frozen}
-    weights = {f"{name}, its weights": _fingerprint(frozen[name]) for name in frozen}
+    networks = {name: digest(task.networks[name].config.to_dict()) for name in frozen}
+    weights = {f"{name}, its weights": fingerprint(frozen[name]) for name in frozen}
     words = {
-        name: _hash([tokenizer.vocab, tokenizer.merges, tokenizer.pad_token]) for name, tokenizer in task.tokenizers.items()
+        name: digest([tokenizer.vocab, tokenizer.merges, tokenizer.pad_token]) for name, tokenizer in task.tokenizers.items()
     }
     return {
         **networks, **words, "activations_dtype": config.model.activations_dtype, "precision": config.model.precision,
-        "source": source, **data, "idx_to_prompt": _hash(labels) if labels else "", "mirrored images": config.data.random_flip,
+        "source": source, **data, "idx_to_prompt": digest(labels) if labels else "", "mirrored images": config.data.random_flip,
         "encoded_dtype": config.data.encoded_dtype, **weights,
     }  # fmt: skip
-
-
-def _fingerprint(params: Params) -> str:
-    """Of weights on the devices, wherever they lie."""
-    leaves = {"/".join(map(str, path)): leaf for path, leaf in flatten(params)}
-    return _hash({name: int(value) for name, value in jax.device_get(checksums(leaves)).items()})
-
-
-def _hash(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _here(task: Task, mesh: Mesh) -> dict[str, Params]:

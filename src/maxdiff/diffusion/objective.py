@@ -75,14 +75,19 @@ def noisy_batch(
     x0: jax.Array,
     step_key: jax.Array,
     positions: jax.Array,
+    t: jax.Array | None = None,
 ) -> NoisyBatch:
     """Noise the latents x0 [b h w c] of the examples at `positions` (int32 [b]) of the global batch; all float32.
+
+    Args:
+        t: the timestep of all of them, int32 []; by default each draws its own.
 
     Raises:
         ValueError: if step_key is not threefry, or the objective was made for another number of timesteps.
     """
     x0 = x0.astype(jnp.float32)
-    t = draw_timesteps(objective, schedule, step_key, positions)
+    drawn = draw_timesteps(objective, schedule, step_key, positions)
+    t = drawn if t is None else jnp.full_like(drawn, t)
     noise = _normal(step_key, positions, Purpose.NOISE, x0.shape[1:])
     if objective.noise_offset:
         shift = _normal(step_key, positions, Purpose.NOISE_OFFSET, (1, 1, x0.shape[-1]))
