@@ -20,7 +20,9 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from report import markdown, progress
+from report import progress
+
+from maxdiff.report import markdown
 
 FOLDER = Path(__file__).parent
 # Images a second and GPU, which others published for this work on an H100: NVIDIA's MLPerf code (SD2, 32 images a GPU, cached).

@@ -1,8 +1,7 @@
-"""How benchmarks of several cases report: a line of progress after each, and a table of all."""
+"""How benchmarks of several cases report: a line of progress after each."""
 
 import sys
 import time
-from collections.abc import Sequence
 
 
 def progress(number: int, total: int, name: str, started: float) -> None:
@@ -10,8 +9,3 @@ def progress(number: int, total: int, name: str, started: float) -> None:
     seconds = time.monotonic() - started
     left = seconds / number * (total - number)
     print(f"{number} of {total}: {name}, {seconds:.0f} s, about {left:.0f} s left", file=sys.stderr)
-
-
-def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table."""
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (columns, ["---"] * len(columns), *rows))

@@ -15,11 +15,11 @@ import torch
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from maxdiff import build
 from maxdiff.conditioning import guidance_embedding
 from maxdiff.draw import DrawConfig, draw_function, exact_vae, initial_latents, requests, step_noise
-from maxdiff.gradients import outputs_function
 from maxdiff.models.layers import Compute
-from maxdiff.models.network import Network, Params, unflatten
+from maxdiff.models.network import Network
 from maxdiff.models.unet import UNet2DConditionModel
 from maxdiff.pipeline import Pipeline
 from maxdiff.sharding import Layout, make_mesh
@@ -149,8 +149,7 @@ def test_an_image_is_the_same_alone_and_in_a_batch_on_a_mesh(vivid):
     request = jax.device_put(request, NamedSharding(mesh, P(("data", "fsdp"))))
     args = weights, {}, request
     function = draw_function(networks, ours.scheduler, config)
-    specs: Params = {name: unflatten(layout.specs(network).items()) for name, network in networks.items()}
-    draw = compiled(outputs_function(lambda weights, _, request: function(weights, request), mesh, specs), *args)
+    draw = compiled(build.drawing_on(layout, networks, function), *args)
     # Each device draws its own image, in the guided network as two halves; nothing but weights goes between devices.
     text = draw.as_text()
     assert set(re.findall(r"= f32\[(\d+),\d+,\d+,\d+\]\S* convolution\(", text)) == {"1", "2"}

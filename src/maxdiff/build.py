@@ -20,7 +20,7 @@ from maxdiff.checkpoint import Checkpoints, has_checkpoints, restore_latest
 from maxdiff.config import SECTIONS, Config, flat, load_config
 from maxdiff.diffusion.sampler_config import KEYS, sampler_name
 from maxdiff.draw import Draw, DrawConfig, draw_function
-from maxdiff.gradients import BATCH_AXES, gradient_function
+from maxdiff.gradients import BATCH_AXES, gradient_function, outputs_function
 from maxdiff.health import Guard
 from maxdiff.metrics import METRICS, read_metrics
 from maxdiff.models.network import Network, Params, unflatten
@@ -353,6 +353,13 @@ def make_draw(
 ) -> Draw:
     """draw(weights, request), with what the configuration says of drawing; raises as `draw_function`."""
     return draw_function(networks, sampler_keys(config, scheduler), draw_config(config, strength))
+
+
+def drawing_on(layout: Layout, networks: Mapping[str, Network], draw: Draw) -> Any:
+    """(weights, {}, request) -> images, split as the request is: `draw` on a mesh, for weights that lie there; to be jitted."""
+    specs: Params = {name: unflatten(layout.specs(network).items()) for name, network in networks.items()}
+    on_params: Any = lambda weights, _, request: draw(weights, request)
+    return outputs_function(on_params, layout.mesh, specs)
 
 
 def draw_config(config: Config, strength: float | None = None) -> DrawConfig:

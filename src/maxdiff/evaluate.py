@@ -333,7 +333,7 @@ def _drained(drawings: Iterator[Captioned]) -> None:
 def fingerprint_of(pipeline: Pipeline) -> str:
     """16 hexadecimal digits that stand for a pipeline: weights, architectures, noise schedule and tokenizers."""
     networks = {name: [dataclasses.asdict(part.network.config), fingerprint(part.params)] for name, part in pipeline.networks()}
-    words = [[one.vocab, one.merges, one.pad_token] for one in (pipeline.tokenizer, pipeline.tokenizer_2) if one is not None]
+    words = [one.contents() for one in (pipeline.tokenizer, pipeline.tokenizer_2) if one is not None]
     scheduler = {key: value for key, value in pipeline.scheduler.items() if key != "_diffusers_version"}
     return digest([networks, words, scheduler, pipeline.index.get("force_zeros_for_empty_prompt", True)])
 

@@ -112,7 +112,7 @@ def clip(path_or_repo: str | Path, revision: str | None = None) -> CLIPEmbedder:
     texts = lambda texts: np.asarray(embed(params, loaded.tokenizer(list(texts))))
     size = loaded.image.network.config.image_size
     images = _extract(loaded.image, lambda images: clip_pixels(images, size, loaded.mean, loaded.std), _unit)
-    words = digest([loaded.tokenizer.vocab, loaded.tokenizer.merges, loaded.tokenizer.pad_token])
+    words = digest(loaded.tokenizer.contents())
     seen = _fingerprint(loaded.image, "clip", size, loaded.mean, loaded.std)
     whole = digest([seen, _fingerprint(loaded.text), words])
     return CLIPEmbedder(str(path_or_repo), images, texts, network.config.projection_dim, whole)

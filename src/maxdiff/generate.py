@@ -27,10 +27,9 @@ from maxdiff.config import Config, Run, Sampling, load_config
 from maxdiff.data.pipeline import one_behind
 from maxdiff.diffusion.sampler_config import sampler_config, sampler_name
 from maxdiff.draw import check_given, cut_prompts, requests, usual_strength
-from maxdiff.gradients import outputs_function
 from maxdiff.images import grid, image_size, read_image, read_mask, read_texts, write_png
 from maxdiff.mirror import Mirror
-from maxdiff.models.network import Network, Params, unflatten
+from maxdiff.models.network import Network
 from maxdiff.pace import Pace
 from maxdiff.pipeline import WEIGHTS, Part, Pipeline
 from maxdiff.processes import agreed, say, start, wait_for_all
@@ -113,9 +112,7 @@ def _generate(config: Config, step: int | None, mirror: Mirror) -> list[Path]:
     shards = build.batch_shards(layout.mesh)
     at_once = min(config.batch.per_device_batch_size, max(1, -(-len(missing) // shards))) * shards
     weights = {name: part.params for name, part in pipeline.networks()}
-    specs: Params = {name: unflatten(layout.specs(network).items()) for name, network in networks.items()}
-    on_params: Any = lambda params, _, request: draw(params, request)
-    program = jax.jit(outputs_function(on_params, layout.mesh, specs))
+    program = jax.jit(build.drawing_on(layout, networks, draw))
     pace = Pace(len(missing), "images", started)
     with ThreadPoolExecutor(WRITERS) as writers:
         writing: list[Future[None]] = []

@@ -58,7 +58,7 @@ def collectives(text: str, slice_of: Callable[[int], int] = lambda _: 0) -> list
     program = parse(text)
     found: list[Collective] = []
     for lines, times in program.walk():
-        if _goes_on(lines):
+        if chained(lines) in ("meanwhile", "end"):
             continue
         for line in lines:
             if line.opcode == "send" and "megascale_transfer_type" in line.rest:
@@ -161,18 +161,16 @@ def parse(text: str) -> Program:
     return Program(computations, entry, int(counts[1]) if counts else 1)
 
 
-def is_chained(lines: Sequence[Line]) -> bool:
-    """Whether a fusion has a part of a collective in it, while which others compute.
+def chained(lines: Sequence[Line]) -> str:
+    """Which part of a collective that is written in several fusions one of them is: "begin", "meanwhile" or "end"; else "".
 
-    At full optimization a TPU's all-gather is written in the fusion that begins it, in each that computes meanwhile, and in the
-    one that waits for its end.
+    At full optimization a TPU's all-gather stands in the fusion that begins it, in each that computes meanwhile, and in the one
+    that waits for its end.
     """
-    return any("chain_id=" in line.rest for line in lines)
-
-
-def _goes_on(lines: Sequence[Line]) -> bool:
-    """Whether a fusion's collective is one that another has begun."""
-    return is_chained(lines) and not any('"AsyncCollectiveStart"' in line.rest for line in lines)
+    if not any("chain_id=" in line.rest for line in lines):
+        return ""
+    has = lambda target: any(f'"{target}"' in line.rest for line in lines)
+    return "begin" if has("AsyncCollectiveStart") else "end" if has("AsyncCollectiveDone") else "meanwhile"
 
 
 def kind_of(line: Line) -> tuple[str, str | None] | None:

@@ -22,13 +22,12 @@ from maxdiff.diffusion.objective import Objective
 from maxdiff.diffusion.schedule import noise_schedule
 from maxdiff.draw import inpaints, requests
 from maxdiff.features import CLIPEmbedder, FeatureNetwork
-from maxdiff.gradients import outputs_function
 from maxdiff.judge import HELD_OUT, each_held_out_batch, held_out_plan, sums_of
 from maxdiff.losses import diffusion_losses
-from maxdiff.models.network import Params, unflatten
+from maxdiff.models.network import Params
 from maxdiff.pipeline import Pipeline
 from maxdiff.sharding import Layout
-from maxdiff.task import Task
+from maxdiff.task import Task, empty_ids
 from maxdiff.weights.tensors import write_atomically
 
 READERS = 4  # threads that decode images
@@ -164,9 +163,9 @@ def make_programs(config: Config, layout: Layout, pipeline: Pipeline, scales: Se
     # Unweighted, without whatever training does to its noise and captions.
     losses = diffusion_losses(networks, Objective(), schedule)
     tokenizers = {name: one for name in ("tokenizer", "tokenizer_2") if (one := getattr(pipeline, name)) is not None}
-    empty = {f"empty_ids{name.removeprefix('tokenizer')}": tokenizer("") for name, tokenizer in tokenizers.items()}
     whole = NamedSharding(layout.mesh, PartitionSpec())
-    task = Task(networks, tuple(networks), dict, {"frozen": {}, **jax.device_put(empty, whole)}, tokenizers, losses,
+    constants = {"frozen": {}, **jax.device_put(empty_ids(tokenizers), whole)}
+    task = Task(networks, tuple(networks), dict, constants, tokenizers, losses,
                 lambda *given: {"loss": losses(*given)}, 0.0)  # fmt: skip
     drawings = {scale: _drawing(config, layout, pipeline, scale) for scale in scales}
     return Programs(drawings, task, sums_of(task.measures, layout, task), schedule.num_timesteps)
@@ -176,9 +175,7 @@ def _drawing(config: Config, layout: Layout, pipeline: Pipeline, scale: float) -
     networks = {name: part.network for name, part in pipeline.networks()}
     section = dataclasses.replace(config.sampling, guidance_scale=scale)
     draw = build.make_draw(dataclasses.replace(config, sampling=section), networks, pipeline.scheduler)
-    specs: Params = {name: unflatten(layout.specs(network).items()) for name, network in networks.items()}
-    on_params: Any = lambda params, _, request: draw(params, request)
-    return jax.jit(outputs_function(on_params, layout.mesh, specs), out_shardings=NamedSharding(layout.mesh, PartitionSpec()))
+    return jax.jit(build.drawing_on(layout, networks, draw), out_shardings=NamedSharding(layout.mesh, PartitionSpec()))
 
 
 def make_drawings(

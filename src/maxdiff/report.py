@@ -31,12 +31,12 @@ def table(found: Found) -> str:
     named = names(found)
     rows = [[one["model"], one["weights"][:8], f"{row['guidance_scale']:g}",
              *(f"{row[measure]:.4g}" for measure in named)] for one in found for row in one["drawn"]]  # fmt: skip
-    drawn = _markdown(["model", "weights", "guidance scale", *named.values()], rows)
+    drawn = markdown(["model", "weights", "guidance scale", *named.values()], rows)
     times = sorted({int(t) for one in found for t in one["losses"]})
     at = lambda one, t: f"{one['losses'][str(t)]:.4f}" if str(t) in one["losses"] else ""
     losses = [[one["model"], one["weights"][:8], *(at(one, t) for t in times)] for one in found]
     return "\n\n".join([_how(found[0]["settings"]), drawn, "Held-out loss at timesteps:",
-                        _markdown(["model", "weights", *map(str, times)], losses)])  # fmt: skip
+                        markdown(["model", "weights", *map(str, times)], losses)])  # fmt: skip
 
 
 def _how(settings: Mapping[str, Any]) -> str:
@@ -48,7 +48,8 @@ def _how(settings: Mapping[str, Any]) -> str:
             f"{settings['seed']}.")  # fmt: skip
 
 
-def _markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table."""
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (columns, ["---"] * len(columns), *rows))
 
 

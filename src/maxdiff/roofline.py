@@ -56,10 +56,11 @@ def work(text: str, width: int) -> list[Work]:
         for line in lines:
             if line.opcode in FREE or line.opcode.endswith(("-start", "-done")) or hlo.kind_of(line):
                 continue
+            part = hlo.chained(program.computations[line.called()]) if line.opcode == "fusion" else ""
+            if part in ("begin", "end"):
+                continue
             moved = sum(hlo.bytes_of(shapes.get(name, "")) for name in line.operands()) + hlo.bytes_of(line.shape)
-            if line.opcode == "fusion" and hlo.is_chained(inside := program.computations[line.called()]):
-                if not _computes(inside):
-                    continue  # only begins a collective, or waits for one
+            if part == "meanwhile":
                 moved -= _passed_on(line, shapes)
             kind, flops = "other", sum(_products([line], inner, shapes))
             if line.opcode == "custom-call" and (products := _splash(line.name)):
@@ -86,11 +87,6 @@ def seconds(found: list[Work], sums: Mapping[str, Mapping[str, float]], chip: Ge
         network = name.split()[0]
         taken[network] += total["bytes"] / {"ici": chip.ici_speed, "dcn": chip.dcn_speed}[network]
     return taken
-
-
-def _computes(lines: list[hlo.Line]) -> bool:
-    """Whether a fusion with a collective that others have begun, or will end, also computes."""
-    return not any('"AsyncCollective' in line.rest for line in lines)
 
 
 def _passed_on(line: hlo.Line, shapes: Mapping[str, str]) -> int:

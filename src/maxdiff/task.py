@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxdiff import sharding
@@ -150,19 +151,11 @@ def make_task(config: Config, layout: Layout, stored: Path | None, *, abstract: 
         if abstract
         else load(kept, placement=lambda *_: whole)
     )
-    scheduler: dict[str, Any] = {}
-    if model.train_vae:
-        losses = reconstruction_losses(networks["vae"], config.objective.reconstruction_loss, config.objective.kl_weight)
-        measures = reconstruction_measures(networks["vae"], losses)
-    else:
-        scheduler = origins.scheduler()
-        if config.objective.rescale_zero_terminal_snr:
-            scheduler["rescale_betas_zero_snr"] = True  # the exported pipeline must sample with it
-        schedule = noise_schedule(scheduler)
-        losses = diffusion_losses(networks, make_objective(config, schedule), schedule)
-        plain = diffusion_losses(networks, Objective(config.objective.snr_gamma), schedule)
-        measures = lambda *arguments: {"loss": plain(*arguments)}
-    empty = {f"empty_ids{name.removeprefix('tokenizer')}": tokenizer("") for name, tokenizer in tokenizers.items()}
+    scheduler: dict[str, Any] = {} if model.train_vae else origins.scheduler()
+    if not model.train_vae and config.objective.rescale_zero_terminal_snr:
+        scheduler["rescale_betas_zero_snr"] = True  # the exported pipeline must sample with it
+    losses, measures = _learnt(config, networks, scheduler)
+    empty = empty_ids(tokenizers)
     return Task(
         networks=networks,
         trained=trained,
@@ -175,6 +168,22 @@ def make_task(config: Config, layout: Layout, stored: Path | None, *, abstract: 
         scheduler=scheduler,
         index=origins.index(),
     )
+
+
+def empty_ids(tokenizers: Mapping[str, CLIPTokenizer]) -> dict[str, np.ndarray]:
+    """The tokens of the empty caption, as losses want them among their constants."""
+    return {f"empty_ids{name.removeprefix('tokenizer')}": tokenizer("") for name, tokenizer in tokenizers.items()}
+
+
+def _learnt(config: Config, networks: dict[str, Network], scheduler: dict[str, Any]) -> tuple[Losses, Measures]:
+    """(each example's loss, what is measured of held-out ones)."""
+    if config.model.train_vae:
+        losses = reconstruction_losses(networks["vae"], config.objective.reconstruction_loss, config.objective.kl_weight)
+        return losses, reconstruction_measures(networks["vae"], losses)
+    schedule = noise_schedule(scheduler)
+    losses = diffusion_losses(networks, make_objective(config, schedule), schedule)
+    plain = diffusion_losses(networks, Objective(config.objective.snr_gamma), schedule)
+    return losses, lambda *arguments: {"loss": plain(*arguments)}
 
 
 def _is_trained(model: Model, name: str) -> bool:

@@ -159,16 +159,21 @@ def encode(config: Config, task: Task, source: Source, folder: Path) -> Pace:
     pace.end("encoded", rows(mine) - rows(missing))
     wait_for_all("every shard is there")
     if jax.process_index() == 0:
-        mix = source.mix if isinstance(source, Mixed) else None
-        form = {key: getattr(config.data, key) for key in ("dataset_type", "train_split")}
-        path = config.data.train_data_dir
-        on_hub = config.data.dataset_type == "hf" and not Path(path).exists()
-        if path and not is_remote(path) and not on_hub:
-            path = os.path.abspath(path)  # to be found again from another working directory
-        finish(folder, contents, len(source), path=path, form=form, mix=mix)
-        say(f"wrote {folder}")
+        _finish(config, folder, contents, source)
     wait_for_all("encoded")
     return pace
+
+
+def _finish(config: Config, folder: Path, contents: dict[str, Any], source: Source) -> None:
+    """Say in the folder that it is whole, and of what it was made."""
+    mix = source.mix if isinstance(source, Mixed) else None
+    form = {key: getattr(config.data, key) for key in ("dataset_type", "train_split")}
+    path = config.data.train_data_dir
+    on_hub = config.data.dataset_type == "hf" and not Path(path).exists()
+    if path and not is_remote(path) and not on_hub:
+        path = os.path.abspath(path)  # to be found again from another working directory
+    finish(folder, contents, len(source), path=path, form=form, mix=mix)
+    say(f"wrote {folder}")
 
 
 def encoder(task: Task, dtype: Any) -> Callable[[Mapping[str, Params], Mapping[str, jax.Array]], dict[str, jax.Array]]:
@@ -217,9 +222,7 @@ def made_of(config: Config, task: Task, source: str) -> dict[str, Any]:
     frozen = task.constants["frozen"]
     networks = {name: digest(task.networks[name].config.to_dict()) for name in frozen}
     weights = {f"{name}, its weights": fingerprint(frozen[name]) for name in frozen}
-    words = {
-        name: digest([tokenizer.vocab, tokenizer.merges, tokenizer.pad_token]) for name, tokenizer in task.tokenizers.items()
-    }
+    words = {name: digest(tokenizer.contents()) for name, tokenizer in task.tokenizers.items()}
     return {
         **networks, **words, "activations_dtype": config.model.activations_dtype, "precision": config.model.precision,
         "source": source, **data, "idx_to_prompt": digest(labels) if labels else "", "mirrored images": config.data.random_flip,

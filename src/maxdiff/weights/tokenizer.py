@@ -50,6 +50,10 @@ class CLIPTokenizer:
             row[: len(found)] = found
         return ids
 
+    def contents(self) -> list[Any]:
+        """What decides the tokens of a text, as a JSON value."""
+        return [self.vocab, self.merges, self.pad_token]
+
     def length(self, text: str) -> int:
         """How many tokens the text has uncut, start and end included."""
         return len(self._backend.encode(text).ids)
