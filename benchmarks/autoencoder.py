@@ -1,6 +1,6 @@
 """How well an autoencoder keeps held-out images: PSNR, and the scale of its latents.
 
-    python benchmarks/autoencoder.py data/emoji_vae 'data/emoji/heldout-*.tar' --resolution 128
+    python benchmarks/autoencoder.py data/emoji_model/vae 'data/emoji/heldout-*.tar' --resolution 128
 
 Prints one JSON line: the mean over images of their PSNR in dB (of values from 0 to 1, decoded from the mean latents), and
 the standard deviation of latents times scaling_factor, which is to be about 1.

@@ -50,6 +50,7 @@ class Case:
     def name(self) -> str:
         times = f"{self.slices}x" if self.slices > 1 else ""
         label = self.keys[0].split("=")[1] if self.published else "" if self.file else self.keys[0]
+        label = "tensor" if any("tensor" in key for key in self.keys) else label
         return f"{self.model}@{times}{self.topology}" + (f"/{label}" if label else "")
 
 
@@ -67,6 +68,9 @@ CASES = [
     *(Case("sdxl", *one, XL[one[-1]]) for one in SLICES if one[-1] in XL),
     # So many chips divide few dimensions: what is left whole of average and moments.
     Case("sd15", "v5p-1024", 1, "v5p", ("ici_fsdp_parallelism=8",)),
+    # With a tensor axis, alone and beside fsdp.
+    Case("sd15", "v5p-8", 1, "v5p", ("ici_tensor_parallelism=2",)),
+    Case("sdxl", "v5p-8", 1, "v5p", ("ici_fsdp_parallelism=2", "ici_tensor_parallelism=2", *XL["v5p"][1:])),
     # What fitting.KEPT is from.
     *(Case("sd15", "v5p-8", keys=(f"remat={remat}", "per_device_batch_size=16")) for remat in ("none", "dots", "full")),
 ]

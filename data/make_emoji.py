@@ -2,19 +2,21 @@
 
     python data/make_emoji.py FOLDER_OF_ORIGINALS data/emoji
 
-The originals are WebDataset tars of 256-pixel RGBA WebP files, each with its caption in a .txt: Microsoft's
-Fluent 3D emoji (npm @lobehub/fluent-emoji-3d) with the labels of emojibase. The output depends on them and on
-the version of libwebp alone. They are stored on white, as they are trained on: the alpha channels would take
-as many bytes again as the colours.
+The originals are WebDataset tars of 256-pixel RGBA WebP files, each with its label in a .txt and what emojibase says of it in
+a .json: Microsoft's Fluent 3D emoji (npm @lobehub/fluent-emoji-3d), emojibase's labels. The output depends on them and on the
+version of libwebp alone. They are stored on white, as they are trained on: the alpha channels would take as many bytes again as
+the colours.
 """
 
 import argparse
 import hashlib
 import io
+import json
 import tarfile
 from collections.abc import Iterable
 from pathlib import Path
 
+from emoji_captions import captions
 from PIL import Image
 
 PIXELS = 128
@@ -25,21 +27,26 @@ HELD_OUT = 20
 SKIN_TONES = {f"1f3f{digit}" for digit in "bcdef"}
 
 
-def examples(folder: Path) -> dict[str, tuple[bytes, bytes]]:
-    """key -> (image file, caption), ordered by key."""
+def examples(folder: Path) -> dict[str, dict[str, bytes]]:
+    """key -> its files, by their endings; ordered by key."""
     found: dict[str, dict[str, bytes]] = {}
     for path in sorted(folder.glob("*.tar")):
         with tarfile.open(path) as tar:
             for member in tar:
                 key, _, kind = member.name.partition(".")
-                if kind in ("webp", "txt"):
-                    found.setdefault(key, {})[kind] = tar.extractfile(member).read()  # pyright: ignore[reportOptionalMemberAccess]
-    return {key: (parts["webp"], parts["txt"]) for key, parts in sorted(found.items())}
+                found.setdefault(key, {})[kind] = tar.extractfile(member).read()  # pyright: ignore[reportOptionalMemberAccess]
+    return {key: parts for key, parts in sorted(found.items()) if parts.keys() >= {"webp", "txt", "json"}}
 
 
-def shrink(data: bytes) -> bytes:
+def made(parts: dict[str, bytes]) -> dict[str, bytes]:
+    """The files of an example: its picture, its label, and more captions as the fields of a .json."""
+    rgba = Image.open(io.BytesIO(parts["webp"])).convert("RGBA")
+    said = json.dumps(captions(rgba, json.loads(parts["json"])), ensure_ascii=False)
+    return {"webp": shrink(rgba), "txt": parts["txt"], "json": said.encode()}
+
+
+def shrink(rgba: Image.Image) -> bytes:
     """The image on white at PIXELS x PIXELS, as lossy WebP."""
-    rgba = Image.open(io.BytesIO(data)).convert("RGBA")
     white = Image.new("RGBA", rgba.size, "white")
     white.alpha_composite(rgba)
     file = io.BytesIO()
@@ -53,12 +60,11 @@ def held_out(key: str) -> bool:
     return int.from_bytes(hashlib.sha256(family.encode()).digest()[:8], "big") % HELD_OUT == 0
 
 
-def write_shard(path: Path, keys: Iterable[str], found: dict[str, tuple[bytes, bytes]]) -> None:
+def write_shard(path: Path, keys: Iterable[str], found: dict[str, dict[str, bytes]]) -> None:
     """One tar, the same bytes whenever and by whomever it is written."""
     with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
         for key in keys:
-            data, caption = found[key]
-            for kind, payload in (("webp", shrink(data)), ("txt", caption)):
+            for kind, payload in made(found[key]).items():
                 info = tarfile.TarInfo(f"{key}.{kind}")
                 info.size = len(payload)
                 tar.addfile(info, io.BytesIO(payload))
@@ -72,7 +78,7 @@ def main() -> None:
     arguments = parser.parse_args()
     found = examples(arguments.originals)
     if not found:
-        parser.error(f"originals={arguments.originals} holds no tars of .webp and .txt")
+        parser.error(f"originals={arguments.originals} holds no tars of .webp, .txt and .json")
     arguments.output.mkdir(parents=True, exist_ok=True)
     for split, wanted in (("train", False), ("heldout", True)):
         keys = [key for key in found if held_out(key) is wanted]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from maxdiff.models.blocks import GEGLU
-from maxdiff.models.layers import Compute, GroupNorm, gelu
+from maxdiff.models.layers import Compute, Embed, GroupNorm, gelu
 from maxdiff.models.network import Network
 
 
@@ -18,6 +18,16 @@ def test_gelu_is_the_exact_one():
     np.testing.assert_allclose(
         half.astype(jnp.float32), gelu(x.astype(jnp.bfloat16).astype(jnp.float32)), rtol=2**-8, atol=1e-6
     )
+
+
+def test_the_gradient_of_a_row_that_is_asked_for_often_is_summed_in_float32():
+    """The padding's is: in bfloat16 a sum of ones ends at 256."""
+    network = Network(lambda _, compute: Embed(3, 4, compute, (None, None), 1.0), None, Compute(dtype=jnp.bfloat16))
+    ids = jnp.array([0] + [2] * 1000)
+    rows = network.apply(params := network.init(0), ids)
+    assert rows.dtype == jnp.bfloat16
+    gradient = jax.grad(lambda params: network.apply(params, ids).sum().astype(jnp.float32))(params)["embedding"]
+    np.testing.assert_array_equal(gradient, np.repeat([[1.0], [0.0], [1000.0]], 4, axis=1))
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 2e-5), (jnp.bfloat16, 2e-2)])
