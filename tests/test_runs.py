@@ -262,6 +262,16 @@ def test_another_run_goes_on_from_a_checkpoint(run: Path, tmp_path: Path):
         find_checkpoint(str(tmp_path))
 
 
+def test_what_is_pretrained_is_drawn_before_training(run: Path, tmp_path: Path):
+    """As the run that made it drew it in the end."""
+    train(configuration(tmp_path, f"pretrained_model_name_or_path={run / 'pipeline'}", "max_train_steps=1", "num_inference_steps=2",
+                        "per_device_batch_size=1", "validation_prompts=[red heart, cat, dog]"))  # fmt: skip
+    drawn = tmp_path / "r" / "samples"
+    assert [path.name for path in sorted(drawn.iterdir())] == ["step-000000.png", "step-000001.png"]
+    with Image.open(drawn / "step-000000.png") as before, Image.open(run / "samples" / "step-000004.png") as end:
+        assert np.abs(np.asarray(before).astype(int) - np.asarray(end)).max() <= 1
+
+
 def test_an_autoencoder_learns_and_scales_its_latents(tmp_path: Path):
     import diffusers
 

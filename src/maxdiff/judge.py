@@ -57,7 +57,7 @@ def make_judge(config: Config, layout: Layout, task: Task, key: jax.Array) -> Ju
         weights = exported(layout, task, state)
         if examples:
             metrics.log_held_out(step, mean_of(sums, weights, task, examples, layout, key))
-        if draw is not None and step > 0:
+        if draw is not None and is_drawn(config, step):
             images, columns = draw(weights)
             sheet = grid(images, columns)
             metrics.image(step, "samples", sheet)
@@ -81,7 +81,12 @@ def is_judged(config: Config, step: int) -> bool:
     if config.data.eval_data_dir:
         records = read_metrics(folder) if (folder / METRICS).is_file() else []
         return any(record["step"] == step and any(key.startswith("held_out_") for key in record) for record in records)
-    return step == 0 or not config.sampling.validation_prompts or picture(config, step).is_file()
+    return not (config.sampling.validation_prompts and is_drawn(config, step)) or picture(config, step).is_file()
+
+
+def is_drawn(config: Config, step: int) -> bool:
+    """Whether pictures of a step show anything: before the first, weights that are trained already do, random ones don't."""
+    return step > 0 or not {"unet", "vae"} & config.model.new.keys()
 
 
 def picture(config: Config, step: int) -> Path:
