@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from maxdiff import bucket
 from maxdiff.checkpoint import Checkpoints, has_checkpoints, restore_latest
 from maxdiff.config import SECTIONS, Config, flat, load_config
-from maxdiff.diffusion.sampler_config import KEYS, sampler_name
+from maxdiff.diffusion.sampler_config import KEYS, sampler_name, with_zero_snr
 from maxdiff.draw import Draw, DrawConfig, draw_function
 from maxdiff.gradients import BATCH_AXES, gradient_function, outputs_function
 from maxdiff.health import Guard
@@ -377,6 +377,8 @@ def sampler_keys(config: Config, scheduler: Mapping[str, Any]) -> dict[str, Any]
         ValueError: for a key that the sampler does not know.
     """
     section = config.sampling
+    if config.objective.rescale_zero_terminal_snr:
+        scheduler = with_zero_snr(scheduler)
     changed: dict[str, Any] = {"timestep_spacing": section.timestep_spacing} if section.timestep_spacing else {}
     if section.use_karras_sigmas != "auto":
         changed["use_karras_sigmas"] = section.use_karras_sigmas
@@ -385,8 +387,6 @@ def sampler_keys(config: Config, scheduler: Mapping[str, Any]) -> dict[str, Any]
         if value and sampler in KEYS and key not in KEYS[sampler]:
             able = ", ".join(name for name, known in KEYS.items() if key in known)
             raise ValueError(f"{key}={value!r} is not for sampler={sampler}, which has no such choice (allowed with: {able})")
-    if config.objective.rescale_zero_terminal_snr:
-        changed["rescale_betas_zero_snr"] = True
     return {**scheduler, **changed}
 
 

@@ -19,6 +19,7 @@ from maxdiff import sharding
 from maxdiff.accelerators import has_triton
 from maxdiff.config import Config, Model
 from maxdiff.diffusion.objective import Objective, timestep_probabilities
+from maxdiff.diffusion.sampler_config import with_zero_snr
 from maxdiff.diffusion.schedule import NoiseSchedule, noise_schedule
 from maxdiff.gradients import Losses, Measures
 from maxdiff.losses import diffusion_losses, reconstruction_losses, reconstruction_measures
@@ -153,7 +154,7 @@ def make_task(config: Config, layout: Layout, stored: Path | None, *, abstract: 
     )
     scheduler: dict[str, Any] = {} if model.train_vae else origins.scheduler()
     if not model.train_vae and config.objective.rescale_zero_terminal_snr:
-        scheduler["rescale_betas_zero_snr"] = True  # the exported pipeline must sample with it
+        scheduler = with_zero_snr(scheduler)  # the exported pipeline must sample with it
     losses, measures = _learnt(config, networks, scheduler)
     empty = empty_ids(tokenizers)
     return Task(

@@ -10,6 +10,7 @@ import torch
 from diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion import rescale_noise_cfg
 
 from maxdiff.diffusion.sampler import begin, guided, make_plan, sample
+from maxdiff.diffusion.sampler_config import with_zero_snr
 from maxdiff.diffusion.schedule import noise_schedule
 from maxdiff.diffusion.solvers import SAMPLERS
 
@@ -32,6 +33,30 @@ def test_an_exact_network_leads_back_to_the_image():
         np.testing.assert_allclose(sample(exact, begin(plan, noise), plan), x0, atol=1e-5)
     halfway = make_plan(config, "ddim", 10, strength=0.5)
     np.testing.assert_allclose(sample(exact, begin(halfway, noise, x0), halfway), x0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "cls", "spacing"),
+    [
+        ({**SD, **V, "_class_name": "PNDMScheduler"}, "DDIMScheduler", "trailing"),  # diffusers' PNDM has no such schedule
+        ({**SD, "_class_name": "PNDMScheduler"}, "DDIMScheduler", None),
+        (
+            {**SD, **V, "_class_name": "EulerDiscreteScheduler", "timestep_spacing": "leading"},
+            "EulerDiscreteScheduler",
+            "trailing",
+        ),
+        ({**V, "_class_name": "DDIMScheduler", "rescale_betas_zero_snr": True}, "DDIMScheduler", None),
+    ],
+)
+def test_a_model_that_learns_pure_noise_is_drawn_from_it_by_diffusers_too(scheduler, cls, spacing):
+    import diffusers
+
+    found = with_zero_snr(scheduler)
+    theirs = getattr(diffusers, cls).from_config(found)
+    assert found["_class_name"] == cls
+    assert theirs.alphas_cumprod[-1] < 1e-6
+    assert found.get("timestep_spacing") == spacing
+    assert theirs.config.get("prediction_type") == scheduler.get("prediction_type", "epsilon")
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
