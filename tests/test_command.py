@@ -1,3 +1,4 @@
+import importlib
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,15 @@ def test_help_lists_every_key(capsys):
     assert shown.startswith("usage: train.py CONFIG.yml [OTHER.yml ...] [key=value ...]")
     for key in KEYS:
         assert f"\n{key}: " in shown, key
+
+
+@pytest.mark.parametrize(
+    ("module", "more"),
+    [("generate", "[step=N]"), ("evaluate", "[step=N] [--follow]"), ("export", "[step=N]"), ("data.inspect", "[examples=N]")],
+)
+def test_help_lists_what_a_program_takes_besides(module: str, more: str, capsys):
+    assert importlib.import_module(f"maxdiff.{module}").main(["--help"]) == 0
+    assert f"[key=value ...] {more} [--print-config] [--help]\n" in capsys.readouterr().out
 
 
 def test_the_resolved_configuration_is_printed_and_nothing_else_done(capsys, tmp_path: Path):

@@ -12,6 +12,7 @@ from maxdiff.stop import Stopped
 # What is told in one line, without a traceback.
 MISTAKES = (ValueError, OSError)
 LOST = 76  # the exit status of a run that lost what it needs, such as a process or a disk: another start may not
+STEP = "[step=N]"
 BASE = Path(__file__).parent.parent.parent / "configs" / "base.yml"
 
 
@@ -19,10 +20,13 @@ class Lost(OSError):
     """Something that the run needs does not answer any more, and that is nothing to change in its configuration."""
 
 
-def run(program: str, argv: Sequence[str], action: Callable[[Config], object]) -> int:
+def run(program: str, argv: Sequence[str], action: Callable[[Config], object], more: str = "") -> int:
     """Do `action` with the configuration that the arguments give: `CONFIG.yml [OTHER.yml ...] [key=value ...]`.
 
     `--help` prints every key, and `--print-config` the resolved configuration; neither does anything else.
+
+    Args:
+        more: what the program itself takes besides, for its usage: "[step=N]".
 
     Returns:
         The exit status: 2 for a user's mistake, which is told in one line on stderr, and LOST for `Lost`; that of `Stopped`;
@@ -30,7 +34,7 @@ def run(program: str, argv: Sequence[str], action: Callable[[Config], object]) -
     """
     arguments = [argument for argument in argv if not argument.startswith("-")]
     options = [argument for argument in argv if argument.startswith("-")]
-    usage = f"usage: {program} CONFIG.yml [OTHER.yml ...] [key=value ...] [--print-config] [--help]"
+    usage = f"usage: {program} CONFIG.yml [OTHER.yml ...] [key=value ...] {more and f'{more} '}[--print-config] [--help]"
     if "--help" in options or "-h" in options or not argv:
         print(f"{usage}\n\nThe keys, with their defaults:\n\n{BASE.read_text(encoding='utf-8') if BASE.is_file() else ''}")
         return 0
@@ -78,7 +82,7 @@ def run_on_step(program: str, argv: Sequence[str], action: Callable[[Config, int
             raise FileNotFoundError(f"there is no run in {config.run.place} (run_name and output_dir are required)")
         action(saved, step())
 
-    return run(program, rest, on_run)
+    return run(program, rest, on_run, STEP)
 
 
 def split_number(argv: Sequence[str], name: str) -> tuple[list[str], Callable[[], int | None]]:

@@ -78,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
             else:
                 evaluate(of_run(config, rest), step())
 
-    return command.run(PROGRAM, rest, action)
+    return command.run(PROGRAM, rest, action, f"{command.STEP} [{FOLLOW}]")
 
 
 def evaluate(config: Config, step: int | None = None) -> dict[str, Any]:

@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
         start(config.run)
         generate(of_run(config, rest), step())
 
-    return command.run("generate.py", rest, action)
+    return command.run("generate.py", rest, action, command.STEP)
 
 
 def of_run(config: Config, argv: Sequence[str]) -> Config:

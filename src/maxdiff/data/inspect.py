@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
         for line in inspect(config, examples() or EXAMPLES):
             print(line, flush=True)
 
-    return command.run("maxdiff.data.inspect", rest, action)
+    return command.run("maxdiff.data.inspect", rest, action, "[examples=N]")
 
 
 def inspect(config: Config, examples: int) -> Iterator[str]:
