@@ -1,5 +1,6 @@
 """The training step compiled for TPUs by libtpu, on this CPU; names of slices; collectives read from HLO."""
 
+import dataclasses
 import json
 import os
 import re
@@ -12,12 +13,13 @@ from typing import Any
 import jax
 import pytest
 
+import maxdiff.aot
 from maxdiff import build, hlo, inputs, roofline
-from maxdiff.aot import WITHOUT_TPU, describe, main, prepare
+from maxdiff.aot import UNCOMPILED, WITHOUT_TPU, confirm, describe, main, prepare
 from maxdiff.config import Config, load_config
 from maxdiff.data.encoded import FINISHED
 from maxdiff.task import make_task
-from maxdiff.topologies import parse
+from maxdiff.topologies import Topology, parse
 
 ROOT = Path(__file__).parent.parent
 SMALL = [
@@ -66,8 +68,18 @@ def test_slices_by_their_names(name: str, shape: str, chips: int):
     assert parse(name, 2).chips == 2 * chips
 
 
+def test_links_that_lead_nowhere_carry_nothing():
+    assert [parse(name).linked for name in ("v5p:4x4x4", "v5p:2x2x1", "v5e-8", "v6e-256", "v4:2x2x4")] == [
+        1,
+        2 / 6,
+        3 / 4,
+        1,
+        4 / 6,
+    ]
+
+
 @pytest.mark.parametrize(("name", "message"), [
-    ("", "topology='': '' is no TPU"), ("h100", "'h100' is no TPU \\(allowed: v4, v5e, v5p, v6e"),
+    ("", "topology is required \\(allowed: v4, v5e, v5p, v6e"), ("h100", "'h100' is no TPU \\(allowed: v4, v5e, v5p, v6e"),
     ("v5e-7", "is no slice of v5e \\(allowed: 1x1, 2x2, .*16x16, as v5e:1x1, which are v5e-1, v5e-4, .*v5e-256\\)"),
     ("v5p:4x4", "is no slice of v5p \\(allowed: 2x2x1, .* of multiples of 4, A <= B <= C and at most 6144 chips\\)"),
     ("v5p-9", "is no slice of v5p"), ("v5e:32x32", "is no slice of v5e"), ("v6e:1000x1000", "is no slice of v6e"),
@@ -138,7 +150,7 @@ ENTRY %main.7 (a: f32[8]) -> f32[8] {
 
 def test_collectives_are_read_from_hlo():
     """Bytes by hand: what a device sends in a ring."""
-    found = hlo.totals(hlo.collectives(HLO, slice_of=lambda device: device // 2))
+    found = hlo.totals(hlo.collectives(HLO, slices=[0, 0, 1, 1]))
     assert found == {
         # A slice's own 16 bytes go to two others; of the 24 that are summed two thirds.
         "dcn all-gather": {"count": 3, "bytes": 8 * 2 * 3 / 4 + 16 + 2 * 16},
@@ -151,6 +163,11 @@ def test_collectives_are_read_from_hlo():
         "ici all-to-all": {"count": 5, "bytes": 5 * 16},
     }
     assert hlo.totals(hlo.collectives(HLO))["ici all-gather"] == {"count": 3, "bytes": 16 + 12 + 16}
+    # Of a program of one slice the devices are its own, whatever the mesh has: what leaves it is what is sent.
+    of_one = hlo.totals(hlo.collectives(HLO, slices=[0, 1] * 4))
+    assert {name: one["count"] for name, one in of_one.items() if name.startswith("dcn")} == {
+        "dcn all-gather": 1, "dcn all-reduce": 1, "dcn reduce-scatter": 1,
+    }  # fmt: skip
 
 
 def test_a_loop_that_counts_otherwise_is_an_error():
@@ -216,6 +233,8 @@ CASES = {
     "fsdp and tensor": ("v5e-8", 1, "quick", "ici_fsdp_parallelism=2", "ici_tensor_parallelism=2"),
     "slices": ("v5e-4", 2, "quick"),
     "all at once": ("v5e-4", 2, "quick", "ici_fsdp_parallelism=2", "shard_optimizer=true"),
+    "data over slices alone": ("v5e-4", 2, "quick", "ici_fsdp_parallelism=4", "shard_optimizer=true"),
+    "fsdp over slices": ("v5e-4", 2, "quick", "dcn_data_parallelism=1", "dcn_fsdp_parallelism=2"),
 }
 
 
@@ -323,18 +342,74 @@ def test_a_step_that_does_not_fit_says_by_how_much():
     assert "    it FITS: " in done.stdout
 
 
-@pytest.mark.parametrize(("argument", "message"), [
-    ("topology=v5e-9", "topology='v5e-9' is no slice of v5e"),
-    ("num_slices=0", "num_slices=0 is not one whole number (allowed: 1 or more)"),
-    ("optimization=best", "optimization='best' is not supported (allowed: quick, full)"),
-    ("unet_size=3", "unet_size"),
-    ("ici_fsdp_parallelism=3", "the product must be the number of 4 devices in a slice"),
+def test_an_axis_over_slices_alone_sends_what_is_split_once(meshes: dict[str, dict[str, Any]]):
+    bytes_ = sent(meshes["data over slices alone"])
+    part = 4 * meshes["data over slices alone"]["part"]
+    assert bytes_["dcn reduce-scatter"] == pytest.approx(part, rel=0.01)
+    assert bytes_["dcn all-gather"] == pytest.approx(part, rel=0.01)
+
+
+def test_fsdp_over_slices_gathers_weights_at_once(meshes: dict[str, dict[str, Any]]):
+    """Each chip sends the other slice its half in bfloat16, and half of the gradients; sums over data stay within a slice."""
+    found = meshes["fsdp over slices"]
+    bytes_ = sent(found)
+    assert bytes_["dcn all-gather"] == pytest.approx(1 / 2 * 2 * found["split"], rel=0.02)
+    assert bytes_["dcn reduce-scatter"] == pytest.approx(1 / 2 * 4 * found["split"], rel=0.02)
+    assert bytes_["ici all-reduce"] == pytest.approx(2 * 3 / 4 * 4 * (found["split"] / 2 + found["whole"]), rel=0.02)
+    assert found["collectives"]["dcn all-gather"]["count"] <= 2  # all of a dtype at once
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["topology=v5e-9"], "topology='v5e-9' is no slice of v5e"),
+    ([], "topology is required (allowed: v4, v5e, v5p, v6e, "),
+    (["topology=v5e-4", "topology=v5e-8"], "topology=v5e-4,v5e-8 stands 2 times (allowed: once)"),
+    (["topolgy=v5e-4"], "there is no key 'topolgy' (of topolgy=v5e-4); did you mean 'topology'?"),
+    (["topology=v5e-4", "num_slices=0"], "num_slices=0 is not one whole number (allowed: 1 or more)"),
+    (["topology=v5e-4", "num_slices=1000"], "num_slices=1000 (allowed: 1 to 256)"),
+    (["topology=v5e-4", "num_slice=2"], "there is no key 'num_slice' (of num_slice=2); did you mean 'num_slices'?"),
+    (["topology=v5e-4", "optimization=best"], "optimization='best' is not supported (allowed: quick, full)"),
+    (["topology=v5e-4", "unet_size=3"], "unet_size"),
+    (["topology=v5e-4", "--jsn"], "there is no option --jsn (allowed: --json, --print-config, --help"),
 ])  # fmt: skip
-def test_mistakes_are_told_in_a_line(argument: str, message: str):
-    done = aot("topology=v5e-4", argument)
+def test_mistakes_are_told_in_a_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture):
+    assert main([str(ROOT / "configs" / "base.yml"), *SMALL, *arguments]) == 2
+    shown = capsys.readouterr()
+    assert message in shown.err
+    assert shown.err.count("\n") == 1
+    assert not shown.out
+
+
+def test_without_a_configuration_nothing_fits(capsys: pytest.CaptureFixture):
+    assert main(["topology=v5e-4", "--json"]) == 2
+    shown = capsys.readouterr()
+    assert shown.err.startswith("maxdiff.aot: which configuration? usage: python -m maxdiff.aot CONFIG.yml ")
+    assert not shown.out
+
+
+def test_a_mesh_that_the_slice_does_not_have_is_told_in_a_line():
+    done = aot("topology=v5e-4", "ici_fsdp_parallelism=3")
     assert done.returncode == 2
-    assert message in done.stderr
+    assert "the product must be the number of 4 devices in a slice" in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_compiler_that_fails_is_no_step_that_does_not_fit(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+    """Of settings that are tried it ends one; of the step itself, the command."""
+
+    def failing() -> Any:
+        raise jax.errors.JaxRuntimeError("INTERNAL: a bug\nits stack")
+
+    config = load_config(ROOT / "configs" / "base.yml", [*TINY, "per_device_batch_size=8"])
+    step = dataclasses.replace(prepare(config, jax.devices()[:1]), lower=failing)
+    monkeypatch.setattr(maxdiff.aot, "prepare", lambda config, devices: step)
+    monkeypatch.setattr(Topology, "devices", lambda self: jax.devices()[:1])
+    assert main([str(ROOT / "configs" / "base.yml"), *TINY, "topology=v5e-1"]) == UNCOMPILED
+    shown = capsys.readouterr()
+    assert shown.err == "maxdiff.aot: the step could not be compiled: INTERNAL: a bug\n"
+    assert not shown.out
+    found = list(confirm(step, [{"set": {"remat": "full"}}, {"set": {"per_device_batch_size": 4}}], parse("v5e-1"), "quick"))
+    assert [one["set"] for one in found] == [{"remat": "full"}, {"per_device_batch_size": 4}]
+    assert {one["uncompiled"] for one in found} == {"INTERNAL: a bug"}
 
 
 def test_without_libtpu_it_says_what_brings_it(tmp_path: Path):
@@ -348,7 +423,9 @@ def test_without_libtpu_it_says_what_brings_it(tmp_path: Path):
 
 def test_help_is_one_line(capsys: pytest.CaptureFixture):
     assert main(["--help"]) == 0
-    assert capsys.readouterr().out.startswith("usage: python -m maxdiff.aot CONFIG.yml topology=NAME ")
+    shown = capsys.readouterr().out
+    assert shown.startswith("usage: python -m maxdiff.aot CONFIG.yml ")
+    assert "topology=NAME [num_slices=N] [optimization=quick|full] [--json]\n" in shown
 
 
 DEVICES = """

@@ -45,8 +45,8 @@ def nearest(has: int, an_example: int = 3000, **keys) -> list[dict]:
 def test_one_change_is_nearer_than_two():
     # 16 kB of state, 4 kB of gradients, 24 kB of activations.
     assert nearest(40_000) == [
-        {"shard_optimizer": True}, {"ici_fsdp_parallelism": 8, "ici_data_parallelism": 1}, {"moment_dtype": "bfloat16"},
-        {"remat": "full"}, {"per_device_batch_size": 4, "global_batch_size": 64},
+        {"shard_optimizer": True}, {"ici_fsdp_parallelism": 4, "ici_data_parallelism": 2}, {"moment_dtype": "bfloat16"},
+        {"remat": "dots"}, {"per_device_batch_size": 4, "global_batch_size": 64},
     ]  # fmt: skip
     # Accumulated, a micro-batch's 4 kB of gradients lie beside their sums.
     assert nearest(27_900) == [{"remat": "full"}, {"per_device_batch_size": 1, "global_batch_size": 64}]

@@ -35,6 +35,7 @@ class Torus:
     (Torus((8,), {"fsdp": 8}), [None]),  # one axis of the torus
     (Torus((4, 2), {"data": 2, "fsdp": 4}), [None]),  # a part of the slice
     (Torus((2, 2), {"fsdp": 4, "data": 2}, slices=2), [[[0, 1], [2, 3]], [[0, 2], [1, 3]]]),  # parts of two slices
+    (Torus((2, 2), {"fsdp": 2, "data": 4}, slices=2), [None]),  # a chip of each slice
 ])  # fmt: skip
 def test_a_sum_over_a_slice_goes_along_one_axis_of_the_torus_after_another(torus: Torus, expected: list):
     assert route(torus, "fsdp").groups == expected

@@ -7,17 +7,19 @@ state, compiled by libtpu (pip install 'maxdiff[tpu]') on a CPU. Nothing is down
 needed. `optimization=full` compiles as a TPU would; `quick`, the default, optimizes less, and takes less time.
 
 The step's time is an estimate (roofline.py); docs/TPU.md compares it with published ones. Where the step does not fit, settings
-that would are predicted, the nearest first, and the first is compiled too.
+that would are predicted, the nearest first, and compiled until one does. Exit status: 0 it fits, 1 it does not, 2 a mistake,
+3 the compiler failed.
 """
 
 import contextlib
 import dataclasses
+import difflib
 import json
 import os
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,7 +28,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxdiff import build, command, fitting, hlo, inputs, roofline
 from maxdiff.command import split_number
-from maxdiff.config import Config
+from maxdiff.config import KEYS, Config
 from maxdiff.data import encode
 from maxdiff.data.encoded import is_encoded
 from maxdiff.sharding import abstract, bytes_a_device
@@ -39,7 +41,17 @@ from maxdiff.torus import slice_of
 WITHOUT_TPU = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
                "TPU_ACCELERATOR_TYPE": "v5litepod-4", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"}  # fmt: skip
 LEVELS = {"quick": "O1", "full": "UNKNOWN"}
-USAGE = "python -m maxdiff.aot CONFIG.yml topology=NAME [num_slices=N] [optimization=quick|full] [key=value ...] [--json]"
+OPTIONS = "topology=NAME [num_slices=N] [optimization=quick|full] [--json]"
+USAGE = f"python -m maxdiff.aot CONFIG.yml [OTHER.yml ...] [key=value ...] {OPTIONS}"
+OWN_KEYS = ("topology", "num_slices", "optimization")
+UNCOMPILED = 3
+OTHER_PROGRAMS = (
+    "what draws validation_prompts and measures held-out images are programs of their own, which are not compiled here"
+)
+
+
+class Uncompiled(RuntimeError):
+    """The compiler failed, and not for a lack of memory."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,14 +120,19 @@ def batch_of(config: Config, mesh: Mesh, task: Task) -> tuple[Task, dict[str, An
 
 
 def report(step: Step, topology: Topology, level: str) -> dict[str, Any]:
-    """Compile a step; what a chip then holds and sends, whether it fits, and an estimate of its time."""
+    """Compile a step; what a chip then holds and sends, whether it fits, and an estimate of its time.
+
+    Raises:
+        Uncompiled: if the compiler fails.
+    """
     started = time.perf_counter()
     mesh, batch = step.mesh, step.config.batch
     found: dict[str, Any] = {
         "topology": str(topology), "chips": topology.chips, "mesh": dict(mesh.shape), "devices": mesh.size,
         "per_device_batch": batch.per_device_batch_size, "global_batch": batch.global_batch_size,
         "accumulation": step.accumulation, "optimization": level, "jax": jax.__version__, "date": time.strftime("%Y-%m-%d"),
-        "notes": build.left_whole(step.config, mesh, step.task, step.state), "bytes": step.held(),
+        "notes": build.left_whole(step.config, mesh, step.task, step.state) + [OTHER_PROGRAMS] * judges_images(step.config),
+        "bytes": step.held(),
         "flops": step.task.flops * batch.global_batch_size / topology.chips,
     }  # fmt: skip
     jax.config.update("jax_optimization_level", LEVELS[level])
@@ -123,7 +140,7 @@ def report(step: Step, topology: Topology, level: str) -> dict[str, Any]:
         compiled = step.lower().compile()
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
+            raise Uncompiled(str(error).splitlines()[0]) from error
         found |= _too_much(str(error), _beside(step))
     else:
         memory = compiled.memory_analysis()
@@ -140,26 +157,33 @@ def report(step: Step, topology: Topology, level: str) -> dict[str, Any]:
 
 def _sent_and_estimated(step: Step, topology: Topology, text: str, flops: float) -> dict[str, Any]:
     """What a compiled step sends, and an estimate of its time; raises ValueError for what cannot be read of it."""
-    chip, places = topology.of, [slice_of(device) for device in step.mesh.devices.flat]
-    sent = hlo.totals(hlo.collectives(text, places.__getitem__))
-    parts = roofline.seconds(roofline.work(text, chip.matrix), sent, chip)
+    chip = topology.of
+    sent = hlo.totals(hlo.collectives(text, [slice_of(device) for device in step.mesh.devices.flat]))
+    parts = roofline.seconds(roofline.work(text, chip.matrix), sent, chip, topology.linked)
     seconds = sum(parts.values())
     return {"collectives": sent,
             "estimate": {"step_s": seconds, "images_per_s": step.config.batch.global_batch_size / seconds,
                          "mfu": flops / chip.flops / seconds, "parts_s": parts}}  # fmt: skip
 
 
-def advise(step: Step, found: Mapping[str, Any], topology: Topology, level: str) -> dict[str, Any]:
-    """For a step that does not fit: settings that would, predicted, and reports of them up to the first that does."""
+def predict(step: Step, found: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """For a step that does not fit: settings that would, and what they would need, as predicted."""
     devices = list(step.mesh.devices.flat)
     fits = fitting.nearest(step.config, found["needs"], found["has"], lambda config: prepare(config, devices))
-    compiled: list[dict[str, Any]] = []
-    for changes, _ in fits:
-        other = prepare(fitting.changed(step.config, changes), devices)
-        compiled.append({"set": changes, **report(other, topology, level)})
-        if compiled[-1]["fits"]:
+    return [{"set": changes, "needs": needs} for changes, needs in fits]
+
+
+def confirm(step: Step, fits: Sequence[Mapping[str, Any]], topology: Topology, level: str) -> Iterator[dict[str, Any]]:
+    """Reports of what `predict` found, up to the first that fits."""
+    for fit in fits:
+        other = prepare(fitting.changed(step.config, fit["set"]), list(step.mesh.devices.flat))
+        try:
+            found = report(other, topology, level)
+        except Uncompiled as error:  # it is not to take the others along
+            found = {"fits": False, "uncompiled": str(error)}
+        yield {"set": fit["set"], **found}
+        if found["fits"]:
             break
-    return {"would_fit": [{"set": changes, "needs": needs} for changes, needs in fits], "compiled": compiled}
 
 
 def _beside(step: Step) -> int:
@@ -190,7 +214,7 @@ def describe(found: Mapping[str, Any]) -> list[str]:
         f"{found['topology']}: {found['chips']} chips, mesh {shape}",
         f"batch {found['global_batch']}: {found['per_device_batch']} a device at once, {found['accumulation']} times a step",
         *(f"{names.get(name, name)}: {shown(size)} a device" for name, size in found["bytes"].items()),
-        f"model FLOPs: {found['flops'] / 1e12:.2f} T a chip and step",
+        f"model FLOPs: {found['flops'] / 1e12:.2f} T a device and step",
     ]
     for name, total in found.get("collectives", {}).items():
         lines.append(f"{name}: {total['count']} a step, {total['bytes'] / 2**20:.1f} MiB sent by a device")
@@ -199,13 +223,14 @@ def describe(found: Mapping[str, Any]) -> list[str]:
             f"about {1e3 * estimate['step_s']:.0f} ms a step by rooflines, an ESTIMATE: "
             f"{estimate['images_per_s']:.0f} images/s, MFU {estimate['mfu']:.0%}"
         )
-        lines.append("of which " + ", ".join(f"{name} {1e3 * part:.1f}" for name, part in estimate["parts_s"].items() if part))
+        parts = ", ".join(f"{name} {1e3 * part:.1f}" for name, part in estimate["parts_s"].items() if part)
+        lines.append(f"of which, in ms: {parts}")
     if "needs" not in found:
         lines.append(f"it does NOT fit: {found['said']}")
     elif found["fits"]:
         beside = found["needs"] - found["bytes"]["peak"]
         of_these = f", the {shown(beside)} of networks among them that stay for pictures and held-out images" if beside else ""
-        lines.append(f"it FITS: {shown(found['needs'])} of a chip's {shown(found['has'])}{of_these}")
+        lines.append(f"it FITS: {shown(found['needs'])} of a device's {shown(found['has'])}{of_these}")
     else:
         over = shown(found["needs"] - found["has"])
         lines.append(f"it does NOT fit: {shown(found['needs'])}, {over} more than the {shown(found['has'])} there are")
@@ -214,15 +239,11 @@ def describe(found: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def describe_advice(advice: Mapping[str, Any]) -> list[str]:
-    """What `advise` found, as lines for people."""
-    fits = advice["would_fit"]
+def describe_advice(fits: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What `predict` found, as lines for people."""
     if not fits:
-        return ["no change of remat, batch, moment_dtype, fsdp or shard_optimizer would make it fit: take more chips"]
-    lines = [f"would fit, as predicted: {written(fit['set'])} ({shown(fit['needs'])})" for fit in fits]
-    for one in advice["compiled"]:
-        lines += [f"with {written(one['set'])}:", *(f"    {line}" for line in describe(one))]
-    return lines
+        return ["no change of remat, batch, moment_dtype, fsdp or shard_optimizer is predicted to make it fit: take more chips"]
+    return [f"would fit, as predicted: {written(fit['set'])} ({shown(fit['needs'])})" for fit in fits]
 
 
 def shown(size: float) -> str:
@@ -236,36 +257,70 @@ def written(changes: Mapping[str, Any]) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command line; exit status 1 if the step does not fit, 2 for a user's mistake."""
+    """The command line; exit status 1 if the step does not fit, 2 for a user's mistake, UNCOMPILED if the compiler fails."""
     if not argv or {"-h", "--help"} & set(argv):
         print(f"usage: {USAGE}")
         return 0
+    as_json = "--json" in argv
+    say = lambda lines: None if as_json else print("\n".join(lines), flush=True)
     rest, slices = split_number([argument for argument in argv if argument != "--json"], "num_slices")
-    options = {"topology": "", "optimization": "quick"}
-    options |= {key: value for key, _, value in (argument.partition("=") for argument in rest) if key in options}
-    rest = [argument for argument in rest if argument.partition("=")[0] not in options]
+    given = [(key, value) for key, equals, value in (argument.partition("=") for argument in rest) if equals]
+    rest = [argument for argument in rest if argument.partition("=")[0] not in OWN_KEYS]
     fits = []
 
     def action(config: Config) -> None:
-        topology = parse(options["topology"], slices() or 1)
-        if options["optimization"] not in LEVELS:
-            raise ValueError(f"optimization={options['optimization']!r} is not supported (allowed: {', '.join(LEVELS)})")
+        options = _own(given)
+        topology, level = parse(options["topology"], slices() or 1), options["optimization"]
         with contextlib.redirect_stdout(sys.stderr):  # what train.py says of a configuration
             step = prepare(config, topology.devices())
-            found = report(step, topology, options["optimization"])
+            found = report(step, topology, level)
         fits.append(found["fits"])
-        if "--json" not in argv:
-            print("\n".join(describe(found)), flush=True)
+        say(describe(found))
         if not found["fits"] and "needs" in found:
             with contextlib.redirect_stdout(sys.stderr):
-                advice = advise(step, found, topology, options["optimization"])
-            found |= advice
-            if "--json" not in argv:
-                print("\n".join(describe_advice(advice)))
-        if "--json" in argv:
+                found["would_fit"], found["compiled"] = predict(step, found), []
+            say(describe_advice(found["would_fit"]))  # before they are compiled, which takes minutes
+            for one in confirm(step, found["would_fit"], topology, level):
+                found["compiled"].append(one)
+                lines = [f"could not be compiled: {one['uncompiled']}"] if "uncompiled" in one else describe(one)
+                say([f"with {written(one['set'])}:", *(f"    {line}" for line in lines)])
+            if found["compiled"] and not found["compiled"][-1]["fits"]:
+                say(["none of these fits: take more chips, or change more of it"])
+        if as_json:
             print(json.dumps(found))
 
-    return command.run("maxdiff.aot", rest, action) or int(not all(fits))
+    try:
+        check_own_keys(given)
+        if not any("=" not in argument and not argument.startswith("-") for argument in rest):
+            raise ValueError(f"which configuration? usage: {USAGE}")
+        return command.run("maxdiff.aot", rest, action, OPTIONS) or int(not all(fits))
+    except ValueError as error:
+        return command.tell_mistake("maxdiff.aot", error)
+    except Uncompiled as error:
+        print(f"maxdiff.aot: the step could not be compiled: {error}", file=sys.stderr)
+        return UNCOMPILED
+
+
+def check_own_keys(given: Sequence[tuple[str, str]]) -> None:
+    """Raise ValueError for what is nearly one of OWN_KEYS: the configuration would not know it."""
+    known = [*OWN_KEYS, *KEYS]
+    for key, value in given:
+        close = [] if key in known else difflib.get_close_matches(key, known, 1)
+        if close and close[0] in OWN_KEYS:
+            raise ValueError(f"there is no key {key!r} (of {key}={value}); did you mean {close[0]!r}?")
+
+
+def _own(given: Sequence[tuple[str, str]]) -> dict[str, str]:
+    """`topology` and `optimization`; raises ValueError for one that stands twice, or a level that there is not."""
+    options = {"topology": "", "optimization": "quick"}
+    for key in options:
+        values = [value for name, value in given if name == key]
+        if len(values) > 1:
+            raise ValueError(f"{key}={','.join(values)} stands {len(values)} times (allowed: once)")
+        options[key] = values[0] if values else options[key]
+    if options["optimization"] not in LEVELS:
+        raise ValueError(f"optimization={options['optimization']!r} is not supported (allowed: {', '.join(LEVELS)})")
+    return options
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """What the command lines of train.py, generate.py and the modules have in common."""
 
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -40,7 +41,8 @@ def run(program: str, argv: Sequence[str], action: Callable[[Config], object], m
         return 0
     try:
         if unknown := set(options) - {"--print-config"}:
-            raise ValueError(f"there is no option {min(unknown)} (allowed: --print-config, --help, and key=value for keys)")
+            allowed = ", ".join([*re.findall(r"--[\w-]+", more), "--print-config", "--help"])
+            raise ValueError(f"there is no option {min(unknown)} (allowed: {allowed}, and key=value for keys)")
         if not arguments:
             raise ValueError(f"which configuration? {usage}")
         config = load_config(arguments[0], arguments[1:])

@@ -75,12 +75,14 @@ def _choices(config: Config, mesh: Any) -> dict[str, list[Changes]]:
     if mesh.shape.get("data", 1) > 1 and not config.optimizer.shard_optimizer:
         found["shard_optimizer"] = [{"shard_optimizer": True}]
     slices = len({*map(slice_of, mesh.devices.flat)})
-    if {"data", "fsdp"} <= {*mesh.shape} and (split := mesh.shape["data"] * mesh.shape["fsdp"] // slices) > mesh.shape["fsdp"]:
-        found["fsdp"] = [{"ici_fsdp_parallelism": split, "ici_data_parallelism": 1}]
+    if {"data", "fsdp"} <= {*mesh.shape}:
+        split = mesh.shape["data"] * mesh.shape["fsdp"] // slices
+        sizes = [size for size in (4, 16, split) if mesh.shape["fsdp"] < size <= split and split % size == 0]
+        found["fsdp"] = [{"ici_fsdp_parallelism": n, "ici_data_parallelism": split // n} for n in dict.fromkeys(sizes)]
     if config.optimizer.moment_dtype == "float32":
         found["moments"] = [{"moment_dtype": "bfloat16"}]
-    if config.model.remat != "full":
-        found["remat"] = [{"remat": "full"}]
+    stronger = {"none": ("dots", "full"), "dots": ("full",), "full": ()}
+    found["remat"] = [{"remat": remat} for remat in stronger[config.model.remat]]
     found["batch"] = [{"per_device_batch_size": size, "global_batch_size": config.batch.global_batch_size}
                       for size in _smaller(config.batch.per_device_batch_size)]  # fmt: skip
     return {name: values for name, values in found.items() if values}

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxdiff.models.network import Params
 from maxdiff.sharding import mesh_axes
-from maxdiff.torus import psum_scatter
+from maxdiff.torus import all_gather, crosses_slices, psum_scatter
 
 Batch = dict[str, jax.Array]
 Losses = Callable[[Params, Any, Batch], jax.Array]
@@ -59,9 +59,7 @@ def gradient_function(
     def reduce(gradients: Params) -> Params:
         leaves, tree = jax.tree.flatten(gradients)
         splits = [_splits(spec, axes) for spec in jax.tree.leaves(split)]
-        # All that go over the same axis at once, each leaf's own splits in their order.
-        for turn, axis in itertools.product(range(max(map(len, splits), default=0)), axes):
-            dims = {i: given[turn][0] for i, given in enumerate(splits) if len(given) > turn and given[turn][1] == axis}
+        for axis, dims in _turns(splits, axes):
             scattered = psum_scatter([leaves[i] for i in dims], mesh, axis, list(dims.values()))
             for i, leaf in zip(dims, scattered, strict=True):
                 leaves[i] = leaf
@@ -134,15 +132,22 @@ def _on_each_device(
     """
     axes = _batch_axes(mesh)
 
-    def gather(p: jax.Array, spec: PartitionSpec) -> jax.Array:
-        splits = _splits(spec, axes)
-        if p.ndim > 1 and splits and dtype is not None and jnp.dtype(dtype).itemsize < p.dtype.itemsize:
-            p = p.astype(dtype)
-        for dim, axis in reversed(splits):
-            p = lax.all_gather(p, axis, axis=dim, tiled=True)
-        return p
+    def gather(params: Params) -> Params:
+        leaves, tree = jax.tree.flatten(params)
+        splits = [_splits(spec, axes) for spec in jax.tree.leaves(specs)]
+        for i, (p, given) in enumerate(zip(leaves, splits, strict=True)):
+            if p.ndim > 1 and given and dtype is not None and jnp.dtype(dtype).itemsize < p.dtype.itemsize:
+                leaves[i] = p.astype(dtype)
+        for axis, dims in reversed(_turns(splits, axes)):
+            if crosses_slices(mesh, axis):
+                gathered = all_gather([leaves[i] for i in dims], mesh, axis, list(dims.values()))
+            else:
+                gathered = [lax.all_gather(leaves[i], axis, axis=dim, tiled=True) for i, dim in dims.items()]
+            for i, leaf in zip(dims, gathered, strict=True):
+                leaves[i] = leaf
+        return tree.unflatten(leaves)
 
-    whole = _on_tensor_axis(lambda params: jax.tree.map(gather, params, specs), mesh, specs, specs)
+    whole = _on_tensor_axis(gather, mesh, specs, specs)
     return jax.shard_map(
         lambda params, constants, batch: local(whole(params), constants, batch),
         mesh=mesh,
@@ -153,6 +158,15 @@ def _on_each_device(
         # Gradients are taken wholly inside, so no collective is differentiated and nothing is to be checked.
         check_vma=False,
     )
+
+
+def _turns(splits: Sequence[Sequence[tuple[int, str]]], axes: Sequence[str]) -> list[tuple[str, dict[int, int]]]:
+    """(mesh axis, {leaf: dimension}) in order: all leaves that go over an axis at once, each one's splits one after another."""
+    found = []
+    for turn, axis in itertools.product(range(max(map(len, splits), default=0)), axes):
+        if dims := {i: given[turn][0] for i, given in enumerate(splits) if len(given) > turn and given[turn][1] == axis}:
+            found.append((axis, dims))
+    return found
 
 
 def _on_tensor_axis(

@@ -48,14 +48,16 @@ class Collective:
     moved: float
 
 
-def collectives(text: str, slice_of: Callable[[int], int] = lambda _: 0) -> list[Collective]:
+def collectives(text: str, slices: Sequence[int] = ()) -> list[Collective]:
     """Every collective operation of a compiled program, those of loops with how often they are made.
 
     Args:
         text: of a compiled module (`jax.stages.Compiled.as_text`).
-        slice_of: the slice of a device, by its place in the program's device assignment.
+        slices: the slice of each device of the mesh. Of several slices a TPU's program is that of one, which numbers its own
+            devices alone; what goes to others is sent by its host.
     """
     program = parse(text)
+    slice_of = slices.__getitem__ if len(slices) == program.devices else lambda _: 0
     found: list[Collective] = []
     for lines, times in program.walk():
         if chained(lines) in ("meanwhile", "end"):

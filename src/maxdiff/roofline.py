@@ -71,11 +71,14 @@ def work(text: str, width: int) -> list[Work]:
     return found
 
 
-def seconds(found: list[Work], sums: Mapping[str, Mapping[str, float]], chip: Generation) -> dict[str, float]:
+def seconds(
+    found: list[Work], sums: Mapping[str, Mapping[str, float]], chip: Generation, linked: float = 1.0
+) -> dict[str, float]:
     """What takes how long in a step.
 
     Args:
         sums: of the collectives, from `hlo.totals`.
+        linked: share of a chip's links within its slice that lead to another.
 
     Returns:
         Seconds of "matmul", "attention", "other", "ici" and "dcn".
@@ -85,7 +88,7 @@ def seconds(found: list[Work], sums: Mapping[str, Mapping[str, float]], chip: Ge
         taken[one.kind] += one.times * max(one.flops / chip.flops, one.moved / chip.hbm_speed)
     for name, total in sums.items():
         network = name.split()[0]
-        taken[network] += total["bytes"] / {"ici": chip.ici_speed, "dcn": chip.dcn_speed}[network]
+        taken[network] += total["bytes"] / {"ici": chip.ici_speed * linked, "dcn": chip.dcn_speed}[network]
     return taken
 
 

@@ -56,6 +56,9 @@ CUBE = {4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4
         512: "8x8x8", 768: "8x8x12", 1024: "8x8x16", 2048: "8x16x16", 4096: "16x16x16", 6144: "16x16x24"}  # fmt: skip
 
 
+MOST_SLICES = 256  # for each of whose chips libtpu and XLA make objects
+
+
 @dataclasses.dataclass(frozen=True)
 class Topology:
     """One or several slices.
@@ -74,6 +77,12 @@ class Topology:
     def chips(self) -> int:
         """Of all slices."""
         return self.slices * math.prod(map(int, self.shape.split("x")))
+
+    @property
+    def linked(self) -> float:
+        """Share of a chip's links within its slice that lead to another chip: along an axis of two chips one of two does."""
+        sizes = [int(size) for size in self.shape.split("x")]
+        return sum(min(size - 1, 2) for size in sizes) / (2 * self.of.dims) or 1.0
 
     @property
     def of(self) -> Generation:
@@ -111,8 +120,12 @@ def parse(name: str, slices: int = 1) -> Topology:
     """`v5p:4x4x4`, or a slice by the name that clouds give it: `v5p-128`, `v5litepod-256`, `v6e-256`, `v4-8`.
 
     Raises:
-        ValueError: for any other name, naming what is allowed.
+        ValueError: for any other name, or too many slices, naming what is allowed.
     """
+    if not name:
+        raise ValueError(f"topology is required (allowed: {', '.join([*GENERATIONS, *ALIASES])}, as v5p:4x4x4 or v5p-128)")
+    if slices > MOST_SLICES:
+        raise ValueError(f"num_slices={slices} (allowed: 1 to {MOST_SLICES})")
     kind, joint, rest = re.fullmatch(r"([^:-]*)([:-]?)(.*)", name.strip().lower()).groups()  # pyright: ignore[reportOptionalMemberAccess]
     generation = ALIASES.get(kind, kind)
     if generation not in GENERATIONS:

@@ -56,7 +56,7 @@ def route(mesh: Mesh, axis: str) -> Route:
     within = [size for size in (len({*values}) for values in zip(*(place[:-1] for place in places), strict=True)) if size > 1]
     if len(line) < a_slice * slices:
         within = [len(line) // slices]
-    sizes = [*within, slices] if slices > 1 else within
+    sizes = [size for size in (*within, slices) if size > 1]
     if len(sizes) < 2 or math.prod(sizes) != len(line):
         return Route(list(range(len(line))), [None], slices > 1)
     order = sorted(range(len(line)), key=places.__getitem__)
@@ -79,6 +79,11 @@ def all_gather(xs: Sequence[jax.Array], mesh: Mesh, axis: str, dims: Sequence[in
     if not on_tpu(mesh):
         return [lax.all_gather(x, axis, axis=dim, tiled=True) for x, dim in zip(xs, dims, strict=True)]
     return gather_along(xs, axis, dims, route(mesh, axis))
+
+
+def crosses_slices(mesh: Mesh, axis: str) -> bool:
+    """Whether a mesh axis goes from one slice of TPUs to another."""
+    return on_tpu(mesh) and route(mesh, axis).crosses_slices
 
 
 def on_tpu(mesh: Mesh) -> bool:
