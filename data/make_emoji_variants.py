@@ -144,7 +144,9 @@ def webp(image: Image.Image) -> bytes:
 
 
 def write(folder: Path, name: str, made: list[tuple[str, dict[str, bytes]]]) -> None:
-    """Shards of (key, files)."""
+    """Shards of (key, files), in the place of those that are there."""
+    for path in folder.glob(f"{name}-*.tar*"):
+        path.unlink()
     for shard, start in enumerate(range(0, len(made), SHARD_EXAMPLES)):
         path = folder / f"{name}-{shard:06d}.tar"
         with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
