@@ -48,6 +48,7 @@ from maxdiff import aot, build
 from maxdiff.accelerators import make_deterministic, peak_flops
 from maxdiff.checkpoint import Checkpoints
 from maxdiff.config import Config, load_config
+from maxdiff.data.encode import encodes_text
 from maxdiff.models import flops
 from maxdiff.task import Task, make_task
 
@@ -165,8 +166,9 @@ def rates(config: Config, task: Task, step_ms: float, matmul: float) -> dict[str
     # One forward pass is a third of training: what training the UNet adds is the other two.
     encoded = config.data.cache_latents_text_encoder_outputs
     rest = flops.training(
-        task.networks, [name for name in task.trained if name != "unet"], config.data.resolution, encoded=encoded
-    )
+        task.networks, [name for name in task.trained if name != "unet"], config.data.resolution, has_latents=encoded,
+        has_text=encoded and encodes_text(config),
+    )  # fmt: skip
     unet = 1.5 * (task.flops - rest.total)
     each = images / jax.device_count() / 1e12
     peak = peak_flops(jax.devices()[0])

@@ -465,7 +465,15 @@ def left_whole(devices: int, config: Config) -> list[str]:
 def test_of_what_is_encoded_already_the_step_is_the_cached_one(tmp_path: Path):
     (tmp_path / FINISHED).write_text("{}")
     keys = [*TINY, f"train_data_dir={tmp_path}", "cache_latents_text_encoder_outputs=false"]
-    assert "image" not in prepare(load_config(ROOT / "configs" / "base.yml", keys), jax.devices()).batch
+    step = prepare(load_config(ROOT / "configs" / "base.yml", keys), jax.devices())
+    assert step.batch.keys() == {"mean", "logvar", "states", "position", "original_size", "crop"}
+    assert not step.task.constants["frozen"]
+    # With a text encoder in training, or another caption each time, of latents alone.
+    for more in ("train_text_encoder=true", "shuffle_tags=true"):
+        other = prepare(load_config(ROOT / "configs" / "base.yml", [*keys, more]), jax.devices())
+        assert other.batch.keys() == {"mean", "logvar", "input_ids", "position", "original_size", "crop"}
+        assert other.task.constants["frozen"].keys() == ({"text_encoder"} if more == "shuffle_tags=true" else set())
+        assert other.task.flops > step.task.flops
 
 
 def test_it_is_the_step_of_a_run_and_needs_no_weights(one_level: Path, tmp_path: Path):

@@ -31,6 +31,7 @@ from maxdiff.command import split_number
 from maxdiff.config import KEYS, Config
 from maxdiff.data import encode
 from maxdiff.data.encoded import is_encoded
+from maxdiff.data.pipeline import TOKEN_NAMES
 from maxdiff.sharding import abstract, bytes_a_device
 from maxdiff.state import TrainState
 from maxdiff.task import Task, judges_images, make_task
@@ -108,13 +109,16 @@ def batch_of(config: Config, mesh: Mesh, task: Task) -> tuple[Task, dict[str, An
     if not config.data.cache_latents_text_encoder_outputs and not is_encoded(config.data.train_data_dir):
         return task, images
     encode.check_trains(config)
-    program = encode.encoder(task, jnp.dtype(config.data.encoded_dtype))
+    text = encode.encodes_text(config)
+    program = encode.encoder(task, jnp.dtype(config.data.encoded_dtype), text=text)
     encoded = jax.eval_shape(program, task.constants["frozen"], images)
-    kept = {name: images[name] for name in ("position", "original_size", "crop")}
+    kept = {name: x for name, x in images.items() if name != "image" and not (text and name in TOKEN_NAMES)}
     one = lambda name: jax.ShapeDtypeStruct(encoded[name].shape[1:], encoded[name].dtype)
     texts = {f"empty_{name}": one(name) for name in ("states", "pooled") if name in encoded}
-    task = task.from_encoded({}, config.data.resolution)
-    frozen = task.constants["frozen"] if judges_images(config) else {}
+    task = task.from_encoded({}, config.data.resolution, text=text)
+    frozen = task.constants["frozen"]
+    if not judges_images(config):
+        frozen = {name: frozen[name] for name in frozen if name != "vae" and not text}
     constants = {**task.constants, **abstract(texts, whole), "frozen": frozen}
     return dataclasses.replace(task, constants=constants), {**abstract(encoded, split), **kept}
 
@@ -188,7 +192,13 @@ def confirm(step: Step, fits: Sequence[Mapping[str, Any]], topology: Topology, l
 
 def _beside(step: Step) -> int:
     """Bytes of networks that the step does not need, as it trains from what they have encoded."""
-    return 0 if "image" in step.batch else step.held()["frozen"]
+    needed = {
+        "vae": "image" in step.batch,
+        "text_encoder": "input_ids" in step.batch,
+        "text_encoder_2": "input_ids" in step.batch,
+    }
+    frozen = {name: params for name, params in step.task.constants["frozen"].items() if not needed[name]}
+    return sum(map(bytes_a_device, jax.tree.leaves(frozen)))
 
 
 def _too_much(message: str, beside: int) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from maxdiff import bucket, command, inputs
 from maxdiff.config import Config
 from maxdiff.data.encoded import EncodedSource
 from maxdiff.data.order import batch_positions
-from maxdiff.data.pipeline import load_example, step_examples
+from maxdiff.data.pipeline import encoded_caption, load_example, step_examples
 from maxdiff.diffusion.objective import draw_timesteps, drop_caption, example_keys
 from maxdiff.diffusion.schedule import noise_schedule
 from maxdiff.metrics import METRICS, read_metrics
@@ -66,7 +66,8 @@ def audit(config: Config, step: int) -> Iterator[str]:
     for row in rows:
         index, bad = int(wanted[row]), []
         if isinstance(source, EncodedSource):
-            (key, caption), crop = source.names(index), source[index]["crop"]
+            key, crop = source.names(index)[0], source[index]["crop"]
+            caption = encoded_caption(source, plan, int(positions[row]), index)
         else:
             example = load_example(source, plan, int(positions[row]), index, size)
             index, key, caption, crop, bad = example.index, example.key, example.caption, example.picture.crop, example.bad

@@ -190,12 +190,18 @@ def abstract_batch(
     if isinstance(source, EncodedSource):
         found = {name: given for name, given in source.shapes().items() if not name.startswith("flip_")}
         found["position"] = ((), np.dtype(np.int32))
+        if not source.has_text:
+            found |= {name: (shape, np.dtype(np.int32)) for name, shape in _token_shapes(tokenizers).items()}
         return {name: jax.ShapeDtypeStruct((plan.global_batch, *shape), dtype, sharding=sharding)
                 for name, (shape, dtype) in found.items()}  # fmt: skip
     height, width = size or (plan.resolution, plan.resolution)
     shapes = {"image": (height, width, 3), "position": (), "original_size": (2,), "crop": (2,)}
-    shapes |= {name: tokenizer([""]).shape[1:] for name, tokenizer in zip(TOKEN_NAMES, tokenizers, strict=False)}
+    shapes |= _token_shapes(tokenizers)
     return {
         name: jax.ShapeDtypeStruct((plan.global_batch, *shape), np.uint8 if name == "image" else np.int32, sharding=sharding)
         for name, shape in shapes.items()
     }
+
+
+def _token_shapes(tokenizers: Sequence[Tokenizer]) -> dict[str, tuple[int, ...]]:
+    return {name: tokenizer([""]).shape[1:] for name, tokenizer in zip(TOKEN_NAMES, tokenizers, strict=False)}

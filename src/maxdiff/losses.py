@@ -59,9 +59,11 @@ def _text(
     networks: Mapping[str, Network], weights: Params, constants: Mapping[str, Any], batch: Batch, dropped: jax.Array
 ) -> tuple[jax.Array, dict[str, jax.Array] | None]:
     """Text states [b 77 d], and SDXL's added conditioning; of the empty caption where `dropped`, bool [b]."""
+    if "image" in batch:
+        height, width = batch["image"].shape[1:3]
+    else:
+        height, width = (side * networks["vae"].config.downscale for side in batch["mean"].shape[1:3])
     if "states" in batch:
-        down = networks["vae"].config.downscale
-        height, width = (side * down for side in batch["mean"].shape[1:3])
         pick = lambda name: jnp.where(_beside(dropped, batch[name]), constants[f"empty_{name}"], batch[name])
         states = pick("states").astype(networks["unet"].compute.dtype)
         if "pooled" not in batch:
@@ -76,7 +78,6 @@ def _text(
     states, pooled = encode_text(networks, weights, ids)
     if pooled is None:
         return states, None
-    height, width = batch["image"].shape[1:3]
     return states, size_conditioning(pooled, batch["original_size"], batch["crop"], (height, width))
 
 

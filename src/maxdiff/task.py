@@ -91,17 +91,29 @@ class Task:
         for name in self.trained:
             save_part(folder, name, Part(self.networks[name], weights[name]), dtype=dtype)
 
-    def from_encoded(self, empty: Mapping[str, Any], resolution: int) -> "Task":
-        """The task that is trained from what is encoded; `empty` is the text of no words, see EncodedSource."""
+    def from_encoded(self, empty: Mapping[str, Any], resolution: int, *, text: bool = True) -> "Task":
+        """The task that is trained from what is encoded.
+
+        Args:
+            empty: the text of no words, see EncodedSource.
+            resolution: of the images, pixels.
+            text: whether texts are encoded, and not latents alone.
+        """
         whole = jax.tree.leaves(self.constants)[0].sharding
         texts = {f"empty_{name}": x for name, x in empty.items()}
-        cost = flops.training(self.networks, self.trained, resolution, encoded=True).total
+        cost = flops.training(self.networks, self.trained, resolution, has_latents=True, has_text=text).total
         return dataclasses.replace(self, constants={**self.constants, **jax.device_put(texts, whole)}, flops=cost)
 
-    def without_frozen(self) -> "Task":
-        """The task that is trained from what the frozen networks have encoded: they are gone, and their memory is free."""
-        jax.tree.map(lambda leaf: leaf.delete(), self.constants["frozen"])
-        return dataclasses.replace(self, constants={**self.constants, "frozen": {}})
+    def without_frozen(self, *, text: bool = True) -> "Task":
+        """The task that is trained from what frozen networks have encoded: they are gone, and their memory is free.
+
+        Args:
+            text: whether texts are encoded, so that text encoders go too.
+        """
+        frozen = self.constants["frozen"]
+        kept = {} if text else {name: frozen[name] for name in frozen if name != "vae"}
+        jax.tree.map(lambda leaf: leaf.delete(), {name: frozen[name] for name in frozen.keys() - kept.keys()})
+        return dataclasses.replace(self, constants={**self.constants, "frozen": kept})
 
     def with_latent_scale(self, factor: float) -> "Task":
         """The task whose autoencoder has this scaling_factor."""

@@ -139,7 +139,7 @@ def _train(config: Config, mirror: Mirror, signals: Signals, watch: Watch) -> Tr
         # A start before this one may have saved the step, and ended before it was judged.
         owes = is_due(config, first, last) and agree(not (writes and is_judged(config, first)))
         if isinstance(source, EncodedSource) and not judges_images(config):
-            task = task.without_frozen()
+            task = task.without_frozen(text=source.has_text)
         if first >= last:
             say(f"nothing is left to train: the run has made {first} of {last} steps")
             with logged as metrics, watch.busy("evaluation"):

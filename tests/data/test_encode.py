@@ -71,7 +71,7 @@ def test_training_is_that_from_images(tar: Path, tmp_path: Path, capsys: pytest.
     train(configuration(tar, tmp_path / "cached", "cache_latents_text_encoder_outputs=true", "max_train_steps=3"))
     capsys.readouterr()
     tasks, without = [], Task.without_frozen
-    monkeypatch.setattr(Task, "without_frozen", lambda task: tasks.append(task) or without(task))
+    monkeypatch.setattr(Task, "without_frozen", lambda task, **kwargs: tasks.append(task) or without(task, **kwargs))
     train(configuration(tmp_path / "cached" / "r" / "encoded", tmp_path / "cached"))
     (task,) = tasks
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(task.constants["frozen"]))
@@ -83,6 +83,36 @@ def test_training_is_that_from_images(tar: Path, tmp_path: Path, capsys: pytest.
     np.testing.assert_allclose(losses(tmp_path / "cached"), from_images, rtol=1e-5)
     audits = [list(audit.audit(load_config(tmp_path / name / "r" / "config.yml"), 6)) for name in ("images", "cached")]
     assert audits[0][1:] == audits[1][1:]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["train_text_encoder=true", "text_encoder_learning_rate=1e-3"],
+        ["caption_column=text, label", "shuffle_tags=true", "tag_dropout=0.3", "eval_data_dir={tar}", "eval_examples=8"],
+    ],
+)
+def test_where_texts_differ_images_alone_are_encoded(tar: Path, tmp_path: Path, overrides: list[str], capsys, monkeypatch):
+    """The same training as from images, with a text encoder in training, or another caption each time."""
+    overrides = [override.format(tar=tar) for override in overrides]
+    removed, without = [], Task.without_frozen
+    monkeypatch.setattr(Task, "without_frozen", lambda task, **kwargs: removed.append(task) or without(task, **kwargs))
+    train(configuration(tar, tmp_path / "images", *overrides))
+    train(configuration(tar, tmp_path / "cached", "cache_latents_text_encoder_outputs=true", "max_train_steps=3", *overrides))
+    assert "images alone are encoded, and captions are not: " in capsys.readouterr().out
+    source = EncodedSource(tmp_path / "cached" / "r" / "encoded")
+    assert set(source.shapes()) == {"mean", "logvar", "flip_mean", "flip_logvar", "original_size", "crop"}
+    train(configuration(source.folder, tmp_path / "cached", *overrides))
+    from_images = losses(tmp_path / "images")
+    assert len(from_images) == 6
+    np.testing.assert_allclose(losses(tmp_path / "cached"), from_images, rtol=1e-5)
+    audits = [list(audit.audit(load_config(tmp_path / name / "r" / "config.yml"), 6)) for name in ("images", "cached")]
+    assert audits[0][1:] == audits[1][1:]
+    if "train_text_encoder=true" in overrides:
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(removed[0].constants["frozen"]["vae"]))
+    # What changes nothing but captions needs no other encoding; nor do captions that stay the same.
+    train(configuration(source.folder, tmp_path / "other", "caption_prefix=a ", "max_train_steps=1",
+                        *(one for one in overrides if one.startswith("caption_column"))))  # fmt: skip
 
 
 def test_bfloat16_is_the_same_rounded(tar: Path, encoded: Path, tmp_path: Path):
@@ -155,10 +185,7 @@ def test_bad_examples_of_a_small_source_count(tmp_path: Path):
     ("overrides", "message"),
     [
         (["center_crop=false"], "center_crop=False cannot be encoded: every time another crop"),
-        (["shuffle_tags=true"], "shuffle_tags=True cannot be encoded: every time another caption"),
-        (["tag_dropout=0.1"], "tag_dropout=0.1 cannot be encoded"),
-        (["caption_column=text, label"], "caption_mode='choose' of caption_column='text, label' cannot be encoded"),
-        (["train_text_encoder=true"], "train_text_encoder=True cannot be trained from what it has encoded before"),
+        (["shuffle_tags=true"], "holds another encoding (caption_mode: 'choose' is encoded, None is asked for; "),
         (["caption_column=label"], "holds another encoding (caption_column: 'text' is encoded, 'label' is asked for)"),
     ],
 )
@@ -173,7 +200,10 @@ def test_what_cannot_be_encoded_once_is_refused(tar: Path, encoded: Path, tmp_pa
         (["resolution=24"], "resolution: 16 is encoded, 24 is asked for"),
         (["caption_prefix=a photo of "], "caption_prefix: '' is encoded, 'a photo of ' is asked for"),
         (["seed=1"], "text_encoder, its weights: another is encoded"),
-        (["shuffle_tags=true"], "shuffle_tags=True cannot be encoded"),
+        (["shuffle_tags=true"], "shuffle_tags=True cannot be trained from "),
+        (["tag_dropout=0.1"], "tag_dropout=0.1 cannot be trained from "),
+        (["caption_column=text, label"], "caption_mode='choose' of caption_column='text, label' cannot be trained from "),
+        (["train_text_encoder=true"], "train_text_encoder=True cannot be trained from "),
         (["center_crop=false"], "center_crop: True is encoded, False is asked for"),
         (["activations_dtype=bfloat16"], "activations_dtype: 'float32' is encoded, 'bfloat16' is asked for"),
     ],

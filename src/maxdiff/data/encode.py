@@ -1,5 +1,7 @@
 """Encode images and captions once, for training that runs neither autoencoder nor text encoder.
 
+Where captions differ from time to time, or the text encoder is trained, images alone are encoded, and texts are kept.
+
     python -m maxdiff.data.encode configs/base15.yml train_data_dir='shards/*.tar' center_crop=true encoded_dir=encoded
     python train.py configs/base15.yml train_data_dir=encoded center_crop=true ...
 
@@ -28,6 +30,7 @@ from maxdiff.config import Config
 from maxdiff.data.encoded import (
     EMPTY,
     FINISHED,
+    LATENTS_ALONE,
     ROWS,
     SIZES,
     EncodedSource,
@@ -49,9 +52,9 @@ from maxdiff.pace import Pace
 from maxdiff.processes import check_shared, say, start, wait_for_all
 from maxdiff.task import Task, make_task
 
-# What of the configuration decides what an example's pixels and caption are.
-DECIDES = ("resolution", "minimum_size", "center_crop", "caption_column", "caption_mode", "caption_separator",
-           "caption_prefix", "filters", "image_column", "image_resizer")  # fmt: skip
+# What of the configuration decides what an example's pixels and texts are, and what caption is made of these.
+DECIDES = ("resolution", "minimum_size", "center_crop", "caption_column", "filters", "image_column", "image_resizer")
+CAPTIONS = ("caption_mode", "caption_separator", "caption_prefix")
 THREADS = 32
 
 
@@ -85,14 +88,17 @@ def settle(config: Config, task: Task, source: Source | EncodedSource) -> tuple[
     if not isinstance(source, EncodedSource):
         return source, task
     check_trains(config)
-    wanted = made_of(config, task, _origin(config, source))
+    if source.has_text and (why := _text_differs(config)):
+        raise ValueError(f"{why} cannot be trained from {source.folder}, where captions are encoded: the text is another every "
+                         "time (allowed: to encode again, which then encodes images alone)")  # fmt: skip
+    wanted = made_of(config, task, _origin(config, source), text=source.has_text)
     if not config.data.random_flip:
         wanted["mirrored images"] = source.made_of["mirrored images"]  # which may be there, and are not used
     wanted["encoded_dtype"] = source.made_of["encoded_dtype"]
     if reasons := differences(source.made_of, wanted):
         raise ValueError(f"{source.folder} is not what the configuration asks for: {'; '.join(reasons)}; allowed: what is "
                          "encoded, or to encode again")  # fmt: skip
-    return source, task.from_encoded(source.empty, config.data.resolution)
+    return source, task.from_encoded(source.empty, config.data.resolution, text=source.has_text)
 
 
 def _origin(config: Config, source: EncodedSource) -> str:
@@ -117,12 +123,15 @@ def encode(config: Config, task: Task, source: Source, folder: Path) -> Pace:
     """
     started = time.perf_counter()
     check_encodes(config)
-    contents = made_of(config, task, source.fingerprint())
+    text = encodes_text(config)
+    if not text:
+        say(f"images alone are encoded, and captions are not: {_text_differs(config)}")
+    contents = made_of(config, task, source.fingerprint(), text=text)
     shards = range(-(-len(source) // ROWS))
     if (folder / FINISHED).is_file():
         begin(folder, contents)
     missing = missing_shards(folder, shards)
-    if (folder / FINISHED).is_file() and (folder / EMPTY).is_file() and not missing:
+    if (folder / FINISHED).is_file() and ((folder / EMPTY).is_file() or not text) and not missing:
         say(f"{folder} is encoded already")
         return Pace(0, "examples", started)
     if jax.process_index() == 0:
@@ -134,15 +143,15 @@ def encode(config: Config, task: Task, source: Source, folder: Path) -> Pace:
     alone = lambda network: network.with_compute(dataclasses.replace(network.compute, constrain=Compute().constrain))
     task = dataclasses.replace(task, networks={name: alone(network) for name, network in task.networks.items()})
     mesh = Mesh(np.array(jax.local_devices()), ("data",))
-    sharding, weights = NamedSharding(mesh, PartitionSpec("data")), _here(task, mesh)
-    if jax.process_index() == 0:
+    sharding, weights = NamedSharding(mesh, PartitionSpec("data")), _here(task, mesh, text)
+    if jax.process_index() == 0 and text:
         write_arrays(folder / EMPTY, _empty(config, task, weights))
     is_mine = lambda number: number % jax.process_count() == jax.process_index()
     mine, missing = list(filter(is_mine, shards)), list(filter(is_mine, missing))
     rows = lambda numbers: sum(min(len(source), (n + 1) * ROWS) - n * ROWS for n in numbers)
     pace = Pace(rows(missing), "examples", started)
     at_once = config.batch.per_device_batch_size * len(jax.local_devices())
-    program = jax.jit(encoder(task, jnp.dtype(config.data.encoded_dtype)), out_shardings=sharding)
+    program = jax.jit(encoder(task, jnp.dtype(config.data.encoded_dtype), text=text), out_shardings=sharding)
     batches = _batches(config, task, source, missing, at_once)
     with prefetch(batches, lambda batch: (batch[0], batch[1], jax.device_put(batch[2], sharding))) as ready:
         encoded = one_behind((examples, sizes, program(weights, images)) for examples, sizes, images in ready)
@@ -155,7 +164,7 @@ def encode(config: Config, task: Task, source: Source, folder: Path) -> Pace:
                 loaded += examples
                 pace.step(len(examples))
             whole = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-            write_shard(folder, number, whole, [(example.key, example.caption) for example in loaded])
+            write_shard(folder, number, whole, [(one.key, one.caption if text else one.texts) for one in loaded])
     pace.end("encoded", rows(mine) - rows(missing))
     wait_for_all("every shard is there")
     if jax.process_index() == 0:
@@ -176,7 +185,9 @@ def _finish(config: Config, folder: Path, contents: dict[str, Any], source: Sour
     say(f"wrote {folder}")
 
 
-def encoder(task: Task, dtype: Any) -> Callable[[Mapping[str, Params], Mapping[str, jax.Array]], dict[str, jax.Array]]:
+def encoder(
+    task: Task, dtype: Any, *, text: bool = True
+) -> Callable[[Mapping[str, Params], Mapping[str, jax.Array]], dict[str, jax.Array]]:
     """encode(weights, batch) -> the arrays of each example, see encoded.py; pure, to be jitted."""
     vae = task.networks["vae"]
 
@@ -186,7 +197,8 @@ def encoder(task: Task, dtype: Any) -> Callable[[Mapping[str, Params], Mapping[s
             if f"{prefix}image" in batch:
                 latents = vae.apply(weights["vae"], from_uint8(batch[f"{prefix}image"]), method="encode")
                 found |= {f"{prefix}mean": latents.mean, f"{prefix}logvar": latents.logvar}
-        found |= _texts(task.networks, weights, batch)
+        if text:
+            found |= _texts(task.networks, weights, batch)
         return {name: x.astype(dtype) for name, x in found.items()}
 
     return program
@@ -194,35 +206,50 @@ def encoder(task: Task, dtype: Any) -> Callable[[Mapping[str, Params], Mapping[s
 
 def check_encodes(config: Config) -> None:
     """Raise ValueError for what differs from one time to the next, and so cannot be encoded once."""
-    data = config.data
     check_trains(config)
-    if not data.center_crop:
+    if not config.data.center_crop:
         raise ValueError("center_crop=False cannot be encoded: every time another crop is trained on; allowed: true")
-    if data.caption_mode == "choose" and len(inputs.caption_columns(config).names) > 1:
-        raise ValueError(f"caption_mode='choose' of caption_column={data.caption_column!r} cannot be encoded: every time "
-                         "another is trained on; allowed: one column, or caption_mode=join")  # fmt: skip
 
 
 def check_trains(config: Config) -> None:
     """Raise ValueError for training that what is encoded cannot serve."""
-    for key, off in (("shuffle_tags", False), ("tag_dropout", 0.0)):
-        if (value := getattr(config.data, key)) != off:
-            raise ValueError(f"{key}={value!r} cannot be encoded: every time another caption is trained on; allowed: {off}")
     if config.data.aspect_ratio_buckets:
         raise ValueError("aspect_ratio_buckets=True cannot be encoded: what is encoded are squares; allowed: false")
-    for key in ("train_text_encoder", "train_vae"):
-        if getattr(config.model, key):
-            raise ValueError(f"{key}=True cannot be trained from what it has encoded before; allowed: false, or images")
+    if config.model.train_vae:
+        raise ValueError("train_vae=True cannot be trained from what it has encoded before; allowed: false, or images")
 
 
-def made_of(config: Config, task: Task, source: str) -> dict[str, Any]:
-    """What decides an encoding's contents, name -> value: source, transform, weights."""
-    data = {key: getattr(config.data, key) for key in DECIDES}
+def encodes_text(config: Config) -> bool:
+    """Whether an example's text states are always the same, and so encoded with its image."""
+    return not _text_differs(config)
+
+
+def _text_differs(config: Config) -> str:
+    """The key and value for which they are not; "" if they are."""
+    data = config.data
+    if config.model.train_text_encoder:
+        return "train_text_encoder=True"
+    for key, off in (("shuffle_tags", False), ("tag_dropout", 0.0)):
+        if (value := getattr(data, key)) != off:
+            return f"{key}={value!r}"
+    if data.caption_mode == "choose" and len(inputs.caption_columns(config).names) > 1:
+        return f"caption_mode='choose' of caption_column={data.caption_column!r}"
+    return ""
+
+
+def made_of(config: Config, task: Task, source: str, *, text: bool = True) -> dict[str, Any]:
+    """What decides an encoding's contents, name -> value: source, transform, weights.
+
+    Args:
+        text: whether captions are encoded too.
+    """
+    data = {key: getattr(config.data, key) for key in (*DECIDES, *(CAPTIONS if text else ()))}
+    data |= {} if text else {LATENTS_ALONE: True}
     labels = inputs.caption_columns(config).labels
-    frozen = task.constants["frozen"]
+    frozen = {name: params for name, params in task.constants["frozen"].items() if text or name == "vae"}
     networks = {name: digest(task.networks[name].config.to_dict()) for name in frozen}
     weights = {f"{name}, its weights": fingerprint(frozen[name]) for name in frozen}
-    words = {name: digest(tokenizer.contents()) for name, tokenizer in task.tokenizers.items()}
+    words = {name: digest(tokenizer.contents()) for name, tokenizer in task.tokenizers.items() if text}
     return {
         **networks, **words, "activations_dtype": config.model.activations_dtype, "precision": config.model.precision,
         "source": source, **data, "idx_to_prompt": digest(labels) if labels else "", "mirrored images": config.data.random_flip,
@@ -230,11 +257,12 @@ def made_of(config: Config, task: Task, source: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _here(task: Task, mesh: Mesh) -> dict[str, Params]:
+def _here(task: Task, mesh: Mesh, text: bool) -> dict[str, Params]:
     """The frozen weights on this process's devices alone: each process encodes for itself."""
     whole = NamedSharding(mesh, PartitionSpec())
     own = lambda x: jax.device_put(x.addressable_data(0) if jax.process_count() > 1 else x, whole)
-    return {name: jax.tree.map(own, task.constants["frozen"][name]) for name in task.networks if name != "unet"}
+    names = [name for name in task.networks if name == "vae" or (text and name != "unet")]
+    return {name: jax.tree.map(own, task.constants["frozen"][name]) for name in names}
 
 
 def _texts(networks: Mapping[str, Network], weights: Mapping[str, Params], batch: Mapping[str, Any]) -> dict[str, jax.Array]:

@@ -2,7 +2,8 @@
 
 A folder holds shards of `ROWS` examples in the source's order, shard-000000.safetensors, ...: mean and logvar [n h w c],
 unscaled, and with mirrored images flip_mean and flip_logvar; states [n 77 d] and, for SDXL, pooled [n p]; original_size and
-crop int32 [n 2]; a crc32 of each row's bytes; keys and captions as JSON. empty.safetensors has the text of no words.
+crop int32 [n 2]; a crc32 of each row's bytes; keys and captions as JSON. empty.safetensors has the text of no words. Of latents
+alone there are no states and no such file, and the texts that captions are made of stand where captions do.
 encoding.json says what all of it was made of and is written first, encoded.json what there is, and is written last.
 """
 
@@ -27,6 +28,7 @@ ROWS = 1024  # examples of a shard
 MAX_OPEN = 256  # shards, well below the usual limit of 1,024 files a process
 MOMENTS, TEXTS, SIZES = ("mean", "logvar"), ("states", "pooled"), ("original_size", "crop")
 CHECKSUM, NAMES = "crc32", "names"
+LATENTS_ALONE = "latents alone"  # among what an encoding is made of
 
 Row = dict[str, np.ndarray]
 
@@ -38,6 +40,7 @@ class EncodedSource:
         folder: where it lies.
         made_of: what decides its contents, name -> value.
         path: where the images were; "" for several places.
+        has_text: whether captions are encoded; else latents alone are.
         form: dataset_type and train_split that they were opened with.
         mix: of several sources, how many examples each has and how often each is drawn; else None.
 
@@ -49,6 +52,7 @@ class EncodedSource:
         self.folder = folder
         manifest = _manifest(folder)
         self.made_of: dict[str, Any] = manifest["made_of"]
+        self.has_text = not self.made_of.get(LATENTS_ALONE)
         self.path: str = manifest["path"]
         self.form: dict[str, str] = manifest["form"]
         self.mix: tuple[list[int], list[int]] | None = manifest["mix"]
@@ -70,15 +74,17 @@ class EncodedSource:
             raise BadExample(f"{self.folder / shard_name(i // ROWS)}:{row}", "its bytes are not those that were written")
         return found
 
-    def names(self, i: int) -> tuple[str, str]:
-        """The key that the example had in its source, and its caption."""
+    def names(self, i: int) -> tuple[str, list[str]]:
+        """The key that the example had in its source, and its caption; of latents alone the texts that captions are made of."""
         shard, row = self._shard(i)
-        key, caption = json.loads(shard[NAMES].read().tobytes())[row]
-        return key, caption
+        key, texts = self._names(i // ROWS, shard)[row]
+        return key, [texts] if isinstance(texts, str) else texts
 
     @cached_property
     def empty(self) -> Row:
-        """The text of no words: states [1 77 d] and, for SDXL, pooled [1 p]."""
+        """The text of no words: states [1 77 d] and, for SDXL, pooled [1 p]; nothing of latents alone."""
+        if not self.has_text:
+            return {}
         return {name: np.array(tensor.read()) for name, tensor in open_tensors(self.folder / EMPTY).items()}
 
     def fingerprint(self) -> str:
@@ -103,6 +109,20 @@ class EncodedSource:
                     del self._open[next(iter(self._open))]
         return shard, row
 
+    def _names(self, number: int, shard: Mapping[str, Tensor]) -> list[Any]:
+        """What NAMES holds of a shard, read once: each training batch asks for it where latents alone are encoded."""
+        with self._lock:
+            if number not in self._texts:
+                self._texts[number] = json.loads(shard[NAMES].read().tobytes())
+                while len(self._texts) > MAX_OPEN:
+                    del self._texts[next(iter(self._texts))]
+            return self._texts[number]
+
+    @cached_property
+    def _texts(self) -> dict[int, list[Any]]:
+        """Keys and texts of the shards that were asked for last."""
+        return {}
+
     @cached_property
     def _open(self) -> dict[int, dict[str, Tensor]]:
         """The shards opened last, mapped into memory; each takes one of the files that a process may have open."""
@@ -113,7 +133,7 @@ class EncodedSource:
         return threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in ("_open", "_lock")}
+        return {name: value for name, value in vars(self).items() if name not in ("_open", "_lock", "_texts")}
 
 
 def is_encoded(path: str | Path) -> bool:
@@ -142,11 +162,13 @@ def checksum(row: Mapping[str, np.ndarray]) -> int:
     return crc
 
 
-def write_shard(folder: Path, number: int, arrays: Mapping[str, np.ndarray], names: Sequence[tuple[str, str]]) -> None:
+def write_shard(
+    folder: Path, number: int, arrays: Mapping[str, np.ndarray], names: Sequence[tuple[str, str | Sequence[str]]]
+) -> None:
     """Write a shard of arrays [n ...]; it appears whole or not at all.
 
     Args:
-        names: key and caption of each example.
+        names: of each example its key, and its caption or the texts that captions are made of.
     """
     crcs = [checksum({name: array[i] for name, array in arrays.items()}) for i in range(len(names))]
     text = np.frombuffer(json.dumps(list(names)).encode("utf-8", "surrogatepass"), np.uint8)

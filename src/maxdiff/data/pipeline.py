@@ -89,8 +89,8 @@ def load_batch(
             position: int32 [b], the row of the global batch.
             index: int64 [b], the example within the source.
             original_size, crop: int32 [b 2], see `Picture`.
-        Of what is encoded already, mean and logvar [b h w c] and states [b 77 d] (and pooled [b p]) stand for image
-        and input_ids.
+        Of what is encoded already, mean and logvar [b h w c] stand for image, and states [b 77 d] (and pooled [b p]) for
+        input_ids, unless latents alone are encoded.
 
     Raises:
         ValueError, OSError: if the source cannot be read, or holds MAX_RUN bad examples in a row.
@@ -100,7 +100,7 @@ def load_batch(
     size, _, indexes = step_examples(source, plan, step)
     wanted = indexes[plan.rows]
     if isinstance(source, EncodedSource):
-        return _load_encoded(source, plan, rows, positions, wanted)
+        return _load_encoded(source, tokenizers, plan, rows, positions, wanted)
     load = lambda position, index: load_example(source, plan, int(position), int(index), size)
     loaded = list((pool.map if pool else map)(load, positions, wanted))
     pictures = [example.picture for example in loaded]
@@ -125,7 +125,12 @@ def step_examples(source: Source | EncodedSource, plan: BatchPlan, step: int) ->
 
 
 def _load_encoded(
-    source: EncodedSource, plan: BatchPlan, rows: np.ndarray, positions: np.ndarray, wanted: np.ndarray
+    source: EncodedSource,
+    tokenizers: Sequence[Tokenizer],
+    plan: BatchPlan,
+    rows: np.ndarray,
+    positions: np.ndarray,
+    wanted: np.ndarray,
 ) -> tuple[Batch, list[BadExample]]:
     """As `load_batch`; a mirrored image's latents are drawn for the same positions as its pixels would be."""
     bad: list[BadExample] = []
@@ -146,17 +151,31 @@ def _load_encoded(
         indexes.append(index)
         bad += met[:1]
     batch = {name: np.stack([row[name] for row in found]) for name in found[0]}
+    if not source.has_text:
+        captions = [encoded_caption(source, plan, *place) for place in zip(positions.tolist(), indexes, strict=True)]
+        batch |= {name: tokenizer(captions) for name, tokenizer in zip(TOKEN_NAMES, tokenizers, strict=False)}
     return {**batch, "position": rows.astype(np.int32), "index": np.array(indexes, np.int64)}, bad
+
+
+def encoded_caption(source: EncodedSource, plan: BatchPlan, position: int, index: int) -> str:
+    """What an encoded example is trained with: the caption that is encoded, or one made of its texts as for an image."""
+    _, texts = source.names(index)
+    return texts[0] if source.has_text else plan.captions.caption(texts, random_words(plan.seed, position, CAPTION))
 
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
-    """An example as it is trained on: its number and name in the source, and the bad ones that it stands for."""
+    """An example as it is trained on: its number and name in the source, and the bad ones that it stands for.
+
+    Attributes:
+        texts: what its caption was made of.
+    """
 
     index: int
     key: str
     picture: Picture
     caption: str
+    texts: tuple[str, ...]
     bad: list[BadExample]
 
 
@@ -175,7 +194,7 @@ def load_example(source: Source, plan: BatchPlan, position: int, index: int, siz
                 example.image, example.key, words, size or plan.resolution, plan.center_crop, random_flip, plan.resizer
             )
             caption = plan.captions.caption(example.texts, random_words(plan.seed, position, CAPTION))
-            return Loaded(index, example.key, picture, caption, bad)
+            return Loaded(index, example.key, picture, caption, example.texts, bad)
         except BadExample as error:
             bad.append(error)
         index = _instead(source, first, bad)

@@ -77,12 +77,20 @@ def _is_jaxpr(x: Any) -> bool:
     return isinstance(x, core.Jaxpr | core.ClosedJaxpr)
 
 
-def training(networks: Mapping[str, Network], trained: Collection[str], resolution: int, *, encoded: bool = False) -> Flops:
+def training(
+    networks: Mapping[str, Network],
+    trained: Collection[str],
+    resolution: int,
+    *,
+    has_latents: bool = False,
+    has_text: bool = False,
+) -> Flops:
     """Training on one image of `resolution` pixels: three forward passes of what is trained, one of the rest.
 
     Args:
         networks: of a pipeline, or an autoencoder alone.
-        encoded: latents and text states are there already, and only the UNet runs.
+        has_latents: they are there already, and no autoencoder runs.
+        has_text: its states are there already, and no text encoder runs.
     """
     plain = {name: network.with_compute(Compute()) for name, network in networks.items()}
     shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.float32)
@@ -102,11 +110,10 @@ def training(networks: Mapping[str, Network], trained: Collection[str], resoluti
     sample, text = shape(1, side, side, unet.config.in_channels), shape(1, 77, unet.config.cross_attention_dim)
     time = jax.ShapeDtypeStruct((1,), jnp.int32)
     total = count(unet.apply, unet.abstract(), sample, time, text, added).times(passes("unet"))
-    if encoded:
-        return total
-    total += images_encoded
+    if not has_latents:
+        total += images_encoded
     for name, network in plain.items():
-        if name.startswith("text_encoder"):
+        if name.startswith("text_encoder") and not has_text:
             ids = jax.ShapeDtypeStruct((1, 77), jnp.int32)
             total += count(network.apply, network.abstract(), ids).times(passes(name))
     return total
