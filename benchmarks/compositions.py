@@ -1,6 +1,6 @@
 """Whether a model of the emoji composes: things in colours that no caption of its training has.
 
-    python benchmarks/compositions.py data/emoji_model --prompts 200 --guidance_scale 3 --grid compositions.png
+    python benchmarks/compositions.py runs/my_run/pipeline --prompts 200 --guidance_scale 3 --grid compositions.png
 
 Draws combinations that data/make_emoji_variants.py holds out ("a purple cat face"), then the same things without a colour, from
 the same noise. A JSON line each, and one for the real emoji recoloured as the variants are, which is what could be reached:

@@ -69,7 +69,7 @@ CASES = [
     # So many chips divide few dimensions: what is left whole of average and moments.
     Case("sd15", "v5p-1024", 1, "v5p", ("ici_fsdp_parallelism=8",)),
     # With a tensor axis, alone and beside fsdp.
-    Case("sd15", "v5p-8", 1, "v5p", ("ici_tensor_parallelism=2",)),
+    Case("sd15", "v5p-8", 1, "v5p", ("ici_tensor_parallelism=2", "max_replicated_mib=0")),
     Case("sdxl", "v5p-8", 1, "v5p", ("ici_fsdp_parallelism=2", "ici_tensor_parallelism=2", *XL["v5p"][1:])),
     # What fitting.KEPT is from.
     *(Case("sd15", "v5p-8", keys=(f"remat={remat}", "per_device_batch_size=16")) for remat in ("none", "dots", "full")),

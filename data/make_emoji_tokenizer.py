@@ -1,4 +1,4 @@
-"""CLIP's tokenizer with those tokens alone that the captions of some shards need: a table of embeddings of 4,000, not 49,408.
+"""CLIP's tokenizer with those tokens alone that the captions of some shards need: a table of 6,729 embeddings, not 49,408.
 
     python data/make_emoji_tokenizer.py 'data/emoji/train-*.tar' FOLDER
 

@@ -159,11 +159,18 @@ def write(folder: Path, name: str, made: list[tuple[str, dict[str, bytes]]]) -> 
 
 
 def held_out_pairs(found: Iterable[dict[str, bytes]]) -> list[tuple[str, str]]:
-    """(thing, colour) of each combination that is held out, and that no label has."""
-    groups = {parts["txt"].decode(): json.loads(parts["json"])["group"] for parts in found}
-    things = {thing_of(label) for label, group in groups.items() if group in COLOURED} - {""}
-    pairs = ((thing, colour) for thing in sorted(things) for colour in TARGETS)
-    return [(thing, colour) for thing, colour in pairs if held_out(thing, colour) and f"{colour} {thing}" not in groups]
+    """(thing, colour) of each combination that is held out, and that no caption has: some things are of that colour."""
+    things: dict[str, set[str]] = {}
+    said: dict[str, set[str]] = {}
+    for parts in found:
+        about, label = json.loads(parts["json"]), parts["txt"].decode()
+        thing = thing_of(label)
+        words = re.findall(r"\w+", f"{label} {about['phrase']} {about['tags']}".lower())
+        said.setdefault(thing, set()).update(word for word in words if word in COLOURS)
+        if thing and about["group"] in COLOURED:
+            things[thing] = said[thing]
+    return [(thing, colour) for thing in sorted(things) for colour in TARGETS
+            if held_out(thing, colour) and colour not in things[thing]]  # fmt: skip
 
 
 def main() -> None:

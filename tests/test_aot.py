@@ -17,7 +17,7 @@ import maxdiff.aot
 from maxdiff import build, hlo, inputs, roofline
 from maxdiff.aot import UNCOMPILED, WITHOUT_TPU, confirm, describe, main, prepare
 from maxdiff.config import Config, load_config
-from maxdiff.data.encoded import FINISHED
+from maxdiff.data.encoded import FINISHED, LATENTS_ALONE
 from maxdiff.task import make_task
 from maxdiff.topologies import Topology, parse
 
@@ -463,14 +463,25 @@ def left_whole(devices: int, config: Config) -> list[str]:
 
 
 def test_of_what_is_encoded_already_the_step_is_the_cached_one(tmp_path: Path):
-    (tmp_path / FINISHED).write_text("{}")
+    latents = {"version": 1, "examples": 0, "bytes": [], "path": "", "form": {}, "mix": None, "made_of": {LATENTS_ALONE: True}}
     keys = [*TINY, f"train_data_dir={tmp_path}", "cache_latents_text_encoder_outputs=false"]
+    (tmp_path / FINISHED).write_text(json.dumps(latents))
+    alone = prepare(load_config(ROOT / "configs" / "base.yml", keys), jax.devices())
+    (tmp_path / FINISHED).write_text(json.dumps({**latents, "made_of": {}}))
     step = prepare(load_config(ROOT / "configs" / "base.yml", keys), jax.devices())
     assert step.batch.keys() == {"mean", "logvar", "states", "position", "original_size", "crop"}
     assert not step.task.constants["frozen"]
     # With a text encoder in training, or another caption each time, of latents alone.
     for more in ("train_text_encoder=true", "shuffle_tags=true"):
-        other = prepare(load_config(ROOT / "configs" / "base.yml", [*keys, more]), jax.devices())
+        config = load_config(ROOT / "configs" / "base.yml", [*TINY, more])
+        with pytest.raises(
+            ValueError, match=f"{more.partition('=')[0]}=True cannot be trained from .*, where captions are encoded"
+        ):
+            prepare(load_config(ROOT / "configs" / "base.yml", [*keys, more]), jax.devices())
+        other = prepare(config, jax.devices())
+        if more == "shuffle_tags=true":
+            assert (alone.batch.keys(), alone.task.flops) == (other.batch.keys(), other.task.flops)
+            assert alone.task.constants["frozen"].keys() == {"text_encoder"}
         assert other.batch.keys() == {"mean", "logvar", "input_ids", "position", "original_size", "crop"}
         assert other.task.constants["frozen"].keys() == ({"text_encoder"} if more == "shuffle_tags=true" else set())
         assert other.task.flops > step.task.flops

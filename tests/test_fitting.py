@@ -59,6 +59,12 @@ def test_two_changes_where_one_is_not_enough():
     assert all(len({*changes} - {"global_batch_size", "ici_data_parallelism"}) == 2 for changes in found)
 
 
+def test_the_batch_is_changed_last():
+    """remat=dots needs with 1 what remat=full needs with 2."""
+    found = nearest(18_000, an_example=9000)
+    assert {"shard_optimizer": True, "remat": "full", "per_device_batch_size": 2, "global_batch_size": 64} in found
+
+
 def test_what_is_so_already_is_no_change():
     found = nearest(28_000, remat="full", shard_optimizer=True, moment_dtype="bfloat16", an_example=10_000)
     assert found == [{"per_device_batch_size": 1, "global_batch_size": 64}]

@@ -75,7 +75,8 @@ def spoilt(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     rows = [source[i] for i in range(EXAMPLES)]
     arrays = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
     arrays["mean"][bad] = np.inf
-    write_shard(folder / "e", 0, arrays, [source.names(i) for i in range(EXAMPLES)])
+    names = [(key, *texts) for key, texts in map(source.names, range(EXAMPLES))]
+    write_shard(folder / "e", 0, arrays, names, text=True)
     return folder / "e", [source.names(i)[0] for i in bad]
 
 

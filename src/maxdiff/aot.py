@@ -20,6 +20,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -30,7 +31,7 @@ from maxdiff import build, command, fitting, hlo, inputs, roofline
 from maxdiff.command import split_number
 from maxdiff.config import KEYS, Config
 from maxdiff.data import encode
-from maxdiff.data.encoded import is_encoded
+from maxdiff.data.encoded import EncodedSource, is_encoded
 from maxdiff.data.pipeline import TOKEN_NAMES
 from maxdiff.sharding import abstract, bytes_a_device
 from maxdiff.state import TrainState
@@ -110,6 +111,10 @@ def batch_of(config: Config, mesh: Mesh, task: Task) -> tuple[Task, dict[str, An
         return task, images
     encode.check_trains(config)
     text = encode.encodes_text(config)
+    if is_encoded(config.data.train_data_dir):
+        source = EncodedSource(Path(config.data.train_data_dir))
+        encode.check_text(config, source)
+        text = source.has_text
     program = encode.encoder(task, jnp.dtype(config.data.encoded_dtype), text=text)
     encoded = jax.eval_shape(program, task.constants["frozen"], images)
     kept = {name: x for name, x in images.items() if name != "image" and not (text and name in TOKEN_NAMES)}

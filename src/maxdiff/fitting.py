@@ -49,7 +49,9 @@ def nearest(config: Config, needs: int, has: int, prepare: Callable[[Config], Pr
     for count in range(1, len(choices) + 1):
         fits = []
         for keys in itertools.combinations(choices, count):
-            for values in itertools.product(*(choices[key] for key in keys)):
+            # The batch is changed last: what fits with the largest is found first.
+            outermost = sorted(keys, key=lambda name: name != "batch")
+            for values in itertools.product(*(choices[key] for key in outermost)):
                 changes = {key: value for part in values for key, value in part.items()}
                 try:
                     other = prepare(changed(config, changes))

@@ -77,6 +77,16 @@ def test_the_small_tokenizer_says_the_same_of_the_captions(tmp_path: Path):
     assert "holds no captions" in failed.stderr
 
 
+def test_no_caption_has_a_combination_that_is_held_out():
+    pattern = str(ROOT / "data/emoji/train-*.tar")
+    code = f"import json, make_emoji_variants as v; print(json.dumps(v.held_out_pairs(v.examples({pattern!r}))))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT / "data")
+    pairs = json.loads(done.stdout)
+    assert ["cat face", "purple"] in pairs
+    assert ["koala", "gray"] not in pairs
+    assert 500 < len(pairs) < 987
+
+
 def test_variants_are_of_other_colours_and_leave_some_out(tmp_path: Path):
     pixels = np.full((128, 128, 3), 255, np.uint8)
     pixels[32:96, 40:110] = (240, 200, 40)
@@ -89,6 +99,7 @@ def test_variants_are_of_other_colours_and_leave_some_out(tmp_path: Path):
         "yellow moon": "travel",
         "yellow hand": "people",
         "flag: Nowhere": "flags",
+        "pink elephant": "animals",
     }
     about = lambda label, group: json.dumps({"phrase": f"a {label}", "tags": label, "group": group}).encode()
     parts = lambda label, group: {"webp": file.getvalue(), "txt": label.encode(), "json": about(label, group)}
@@ -102,17 +113,18 @@ def test_variants_are_of_other_colours_and_leave_some_out(tmp_path: Path):
         open_source(tmp_path / "made" / f"{name}-000000.tar", CAPTIONS) for name in ("mirrored", "recoloured")
     )
     texts = lambda source: {source[i].texts for i in range(len(source))}
-    assert {text[0] for text in texts(mirrored)} == {"cat face", "yellow moon", "yellow hand"}
+    assert {text[0] for text in texts(mirrored)} == {"cat face", "yellow moon", "yellow hand", "pink elephant"}
     image = make_picture(mirrored[0].image, "", [0] * 4, 128).image.astype(int)
     assert image[54, 128 - 55].max() < 60  # the dark patch, on the other side
     assert image[54, 55].max() > 200
     said = {text[0]: text[1] for text in texts(coloured)}
-    assert {name.split(" ", 1)[1] for name in said} == {"cat face", "left cat", "moon"}
+    assert {name.split(" ", 1)[1] for name in said} == {"cat face", "left cat", "moon", "elephant"}
     assert said["blue moon"] == "a blue moon"
     assert not any(name.startswith("yellow") for name in said)
     prompts = [json.loads(line)["prompt"] for line in (tmp_path / "made" / "held_out.jsonl").read_text().splitlines()]
     assert "a purple cat face" in prompts
     assert not set(prompts) & set(said.values())
+    assert "a pink elephant" not in prompts  # as one of the originals is
     blue = next(coloured[i] for i in range(len(coloured)) if coloured[i].texts[0] == "blue moon")
     image = make_picture(blue.image, "", [0] * 4, 128).image.astype(int)
     assert image[80, 80, 2] > image[80, 80, 0] + 100

@@ -111,8 +111,28 @@ def test_where_texts_differ_images_alone_are_encoded(tar: Path, tmp_path: Path, 
     if "train_text_encoder=true" in overrides:
         assert all(leaf.is_deleted() for leaf in jax.tree.leaves(removed[0].constants["frozen"]["vae"]))
     # What changes nothing but captions needs no other encoding; nor do captions that stay the same.
-    train(configuration(source.folder, tmp_path / "other", "caption_prefix=a ", "max_train_steps=1",
-                        *(one for one in overrides if one.startswith("caption_column"))))  # fmt: skip
+    column = [one for one in overrides if one.startswith("caption_column")]
+    train(configuration(source.folder, tmp_path / "other", "caption_prefix=a ", "max_train_steps=1", *column))
+    capsys.readouterr()
+    if not column:
+        encode(configuration(tar, tmp_path), source.folder)
+        assert f"captions are not: {source.folder} holds images alone" in capsys.readouterr().out
+
+
+def test_a_changed_text_is_noticed(tar: Path, tmp_path: Path):
+    source = encode(configuration(tar, tmp_path, "train_text_encoder=true"), tmp_path / "e")
+    path, (key, (text,)) = source.folder / shard_name(0), source.names(3)
+    written = f'"{text}"]'.encode()
+    data = path.read_bytes()
+    assert data.count(written) >= 1
+    at = data.index(written, data.index(f'["{key}", '.encode()))
+    for byte in (b"Q", b'"'):
+        path.write_bytes(data[: at + 1] + byte + data[at + 2 :])
+        with pytest.raises(BadExample, match="its bytes are not those that were written"):
+            EncodedSource(source.folder)[3]
+    with pytest.raises(BadExample, match="its texts are not those that were written"):
+        EncodedSource(source.folder).names(3)
+    assert EncodedSource(source.folder)[4]["mean"].shape == (8, 8, 4)
 
 
 def test_bfloat16_is_the_same_rounded(tar: Path, encoded: Path, tmp_path: Path):
@@ -185,7 +205,10 @@ def test_bad_examples_of_a_small_source_count(tmp_path: Path):
     ("overrides", "message"),
     [
         (["center_crop=false"], "center_crop=False cannot be encoded: every time another crop"),
-        (["shuffle_tags=true"], "holds another encoding (caption_mode: 'choose' is encoded, None is asked for; "),
+        (
+            ["shuffle_tags=true"],
+            "e holds captions, encoded, and shuffle_tags=True wants images alone; allowed: another encoded_dir",
+        ),
         (["caption_column=label"], "holds another encoding (caption_column: 'text' is encoded, 'label' is asked for)"),
     ],
 )

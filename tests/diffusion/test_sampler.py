@@ -40,6 +40,8 @@ def test_an_exact_network_leads_back_to_the_image():
     [
         ({**SD, **V, "_class_name": "PNDMScheduler"}, "DDIMScheduler", "trailing"),  # diffusers' PNDM has no such schedule
         ({**SD, "_class_name": "PNDMScheduler"}, "DDIMScheduler", None),
+        ({**SD, **V, "_class_name": "PNDMScheduler", "rescale_betas_zero_snr": True}, "DDIMScheduler", "trailing"),
+        ({**SD, **V, "_class_name": "KDPM2DiscreteScheduler"}, "DDIMScheduler", "trailing"),  # none of ours
         (
             {**SD, **V, "_class_name": "EulerDiscreteScheduler", "timestep_spacing": "leading"},
             "EulerDiscreteScheduler",

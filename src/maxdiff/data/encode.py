@@ -37,6 +37,7 @@ from maxdiff.data.encoded import (
     begin,
     differences,
     finish,
+    made_of_there,
     missing_shards,
     write_arrays,
     write_shard,
@@ -88,9 +89,7 @@ def settle(config: Config, task: Task, source: Source | EncodedSource) -> tuple[
     if not isinstance(source, EncodedSource):
         return source, task
     check_trains(config)
-    if source.has_text and (why := _text_differs(config)):
-        raise ValueError(f"{why} cannot be trained from {source.folder}, where captions are encoded: the text is another every "
-                         "time (allowed: to encode again, which then encodes images alone)")  # fmt: skip
+    check_text(config, source)
     wanted = made_of(config, task, _origin(config, source), text=source.has_text)
     if not config.data.random_flip:
         wanted["mirrored images"] = source.made_of["mirrored images"]  # which may be there, and are not used
@@ -123,9 +122,7 @@ def encode(config: Config, task: Task, source: Source, folder: Path) -> Pace:
     """
     started = time.perf_counter()
     check_encodes(config)
-    text = encodes_text(config)
-    if not text:
-        say(f"images alone are encoded, and captions are not: {_text_differs(config)}")
+    text = _encodes_text_into(config, folder)
     contents = made_of(config, task, source.fingerprint(), text=text)
     shards = range(-(-len(source) // ROWS))
     if (folder / FINISHED).is_file():
@@ -152,7 +149,8 @@ def encode(config: Config, task: Task, source: Source, folder: Path) -> Pace:
     pace = Pace(rows(missing), "examples", started)
     at_once = config.batch.per_device_batch_size * len(jax.local_devices())
     program = jax.jit(encoder(task, jnp.dtype(config.data.encoded_dtype), text=text), out_shardings=sharding)
-    batches = _batches(config, task, source, missing, at_once)
+    tokenizers = list(task.tokenizers.values()) if text else []
+    batches = _batches(config, tokenizers, source, missing, at_once)
     with prefetch(batches, lambda batch: (batch[0], batch[1], jax.device_put(batch[2], sharding))) as ready:
         encoded = one_behind((examples, sizes, program(weights, images)) for examples, sizes, images in ready)
         for number in missing:
@@ -164,7 +162,8 @@ def encode(config: Config, task: Task, source: Source, folder: Path) -> Pace:
                 loaded += examples
                 pace.step(len(examples))
             whole = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-            write_shard(folder, number, whole, [(one.key, one.caption if text else one.texts) for one in loaded])
+            names = [(one.key, one.caption) if text else (one.key, *one.texts) for one in loaded]
+            write_shard(folder, number, whole, names, text=text)
     pace.end("encoded", rows(mine) - rows(missing))
     wait_for_all("every shard is there")
     if jax.process_index() == 0:
@@ -217,6 +216,30 @@ def check_trains(config: Config) -> None:
         raise ValueError("aspect_ratio_buckets=True cannot be encoded: what is encoded are squares; allowed: false")
     if config.model.train_vae:
         raise ValueError("train_vae=True cannot be trained from what it has encoded before; allowed: false, or images")
+
+
+def check_text(config: Config, source: EncodedSource) -> None:
+    """Raise ValueError for captions that are encoded where the text is to be another every time."""
+    if source.has_text and (why := _text_differs(config)):
+        raise ValueError(f"{why} cannot be trained from {source.folder}, where captions are encoded: the text is another every "
+                         "time (allowed: to encode again, which then encodes images alone)")  # fmt: skip
+
+
+def _encodes_text_into(config: Config, folder: Path) -> bool:
+    """Whether captions are encoded; not into a folder of images alone, which serves captions that stay the same as well.
+
+    Raises:
+        ValueError: if captions are encoded there and must not be.
+    """
+    why, there = _text_differs(config), made_of_there(folder)
+    if there is not None and why and LATENTS_ALONE not in there:
+        raise ValueError(f"{folder} holds captions, encoded, and {why} wants images alone; allowed: another encoded_dir, or to "
+                         "remove this one")  # fmt: skip
+    if there is not None and LATENTS_ALONE in there and not why:
+        why = f"{folder} holds images alone"
+    if why:
+        say(f"images alone are encoded, and captions are not: {why}")
+    return not why
 
 
 def encodes_text(config: Config) -> bool:
@@ -282,7 +305,7 @@ def _fetch(found: Mapping[str, jax.Array], count: int) -> dict[str, np.ndarray]:
 
 
 def _batches(
-    config: Config, task: Task, source: Source, shards: Sequence[int], at_once: int
+    config: Config, tokenizers: Sequence[Any], source: Source, shards: Sequence[int], at_once: int
 ) -> Iterator[tuple[list[Loaded], dict[str, np.ndarray], dict[str, np.ndarray]]]:
     """(examples, their sizes, what the devices get) of these shards; the last of a shard is filled up with its last example.
 
@@ -295,7 +318,7 @@ def _batches(
         for shard in shards:
             for first in range(shard * ROWS, min(len(source), (shard + 1) * ROWS), at_once):
                 indexes = range(first, min(first + at_once, len(source), (shard + 1) * ROWS))
-                examples, batch = _load(source, plan, list(task.tokenizers.values()), indexes, at_once, pool)
+                examples, batch = _load(source, plan, tokenizers, indexes, at_once, pool)
                 tally.add(len(examples), [example.bad[0] for example in examples if example.bad], min(MIN_SEEN, len(source)))
                 sizes = {name: np.array([getattr(x.picture, name) for x in examples], np.int32) for name in SIZES}
                 yield examples, sizes, batch

@@ -3,7 +3,8 @@
 A folder holds shards of `ROWS` examples in the source's order, shard-000000.safetensors, ...: mean and logvar [n h w c],
 unscaled, and with mirrored images flip_mean and flip_logvar; states [n 77 d] and, for SDXL, pooled [n p]; original_size and
 crop int32 [n 2]; a crc32 of each row's bytes; keys and captions as JSON. empty.safetensors has the text of no words. Of latents
-alone there are no states and no such file, and the texts that captions are made of stand where captions do.
+alone there are no states and no such file; the texts that captions are made of stand where captions do, each row's as a
+JSON of its own, whose ends are int64 [n], and part of its crc32.
 encoding.json says what all of it was made of and is written first, encoded.json what there is, and is written last.
 """
 
@@ -27,7 +28,7 @@ VERSION = 1
 ROWS = 1024  # examples of a shard
 MAX_OPEN = 256  # shards, well below the usual limit of 1,024 files a process
 MOMENTS, TEXTS, SIZES = ("mean", "logvar"), ("states", "pooled"), ("original_size", "crop")
-CHECKSUM, NAMES = "crc32", "names"
+CHECKSUM, NAMES, ENDS = "crc32", "names", "ends"
 LATENTS_ALONE = "latents alone"  # among what an encoding is made of
 
 Row = dict[str, np.ndarray]
@@ -69,16 +70,24 @@ class EncodedSource:
     def __getitem__(self, i: int, /) -> Row:
         """Every array of an example; raises BadExample if its bytes have changed."""
         shard, row = self._shard(i)
-        found = {name: np.array(tensor.read()[row]) for name, tensor in shard.items() if name not in (CHECKSUM, NAMES)}
-        if checksum(found) != int(shard[CHECKSUM].read()[row]):
+        found = {name: np.array(tensor.read()[row]) for name, tensor in _arrays(shard).items()}
+        if checksum(found, _texts(shard, row)) != int(shard[CHECKSUM].read()[row]):
             raise BadExample(f"{self.folder / shard_name(i // ROWS)}:{row}", "its bytes are not those that were written")
         return found
 
     def names(self, i: int) -> tuple[str, list[str]]:
         """The key that the example had in its source, and its caption; of latents alone the texts that captions are made of."""
         shard, row = self._shard(i)
-        key, texts = self._names(i // ROWS, shard)[row]
-        return key, [texts] if isinstance(texts, str) else texts
+        if ENDS in shard:
+            try:
+                key, *texts = json.loads(_texts(shard, row))
+            except ValueError:
+                raise BadExample(
+                    f"{self.folder / shard_name(i // ROWS)}:{row}", "its texts are not those that were written"
+                ) from None
+            return key, texts
+        key, caption = json.loads(shard[NAMES].read().tobytes())[row]
+        return key, [caption]
 
     @cached_property
     def empty(self) -> Row:
@@ -94,7 +103,7 @@ class EncodedSource:
     def shapes(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
         """Shape and dtype of each array of an example."""
         shard, _ = self._shard(0)
-        return {name: (tensor.shape[1:], tensor.dtype) for name, tensor in shard.items() if name not in (CHECKSUM, NAMES)}
+        return {name: (tensor.shape[1:], tensor.dtype) for name, tensor in _arrays(shard).items()}
 
     def _shard(self, i: int) -> tuple[dict[str, Tensor], int]:
         if not 0 <= i < len(self):
@@ -109,20 +118,6 @@ class EncodedSource:
                     del self._open[next(iter(self._open))]
         return shard, row
 
-    def _names(self, number: int, shard: Mapping[str, Tensor]) -> list[Any]:
-        """What NAMES holds of a shard, read once: each training batch asks for it where latents alone are encoded."""
-        with self._lock:
-            if number not in self._texts:
-                self._texts[number] = json.loads(shard[NAMES].read().tobytes())
-                while len(self._texts) > MAX_OPEN:
-                    del self._texts[next(iter(self._texts))]
-            return self._texts[number]
-
-    @cached_property
-    def _texts(self) -> dict[int, list[Any]]:
-        """Keys and texts of the shards that were asked for last."""
-        return {}
-
     @cached_property
     def _open(self) -> dict[int, dict[str, Tensor]]:
         """The shards opened last, mapped into memory; each takes one of the files that a process may have open."""
@@ -133,7 +128,7 @@ class EncodedSource:
         return threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in ("_open", "_lock", "_texts")}
+        return {name: value for name, value in vars(self).items() if name not in ("_open", "_lock")}
 
 
 def is_encoded(path: str | Path) -> bool:
@@ -154,25 +149,43 @@ def shard_name(number: int) -> str:
     return f"shard-{number:06d}.safetensors"
 
 
-def checksum(row: Mapping[str, np.ndarray]) -> int:
-    """CRC-32 of a row's arrays, in the order of their names."""
+def _arrays(shard: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those that training takes."""
+    return {name: tensor for name, tensor in shard.items() if name not in (CHECKSUM, NAMES, ENDS)}
+
+
+def _texts(shard: Mapping[str, Tensor], row: int) -> bytes:
+    """A row's key and texts as JSON, of latents alone; else nothing."""
+    if ENDS not in shard:
+        return b""
+    ends = shard[ENDS].read()
+    return shard[NAMES].read()[int(ends[row - 1]) if row else 0 : int(ends[row])].tobytes()
+
+
+def checksum(row: Mapping[str, np.ndarray], texts: bytes = b"") -> int:
+    """CRC-32 of a row's arrays, in the order of their names, and of its texts."""
     crc = 0
     for name in sorted(row):
         crc = zlib.crc32(np.ascontiguousarray(row[name]).reshape(-1).view(np.uint8).data, crc)
-    return crc
+    return zlib.crc32(texts, crc)
 
 
 def write_shard(
-    folder: Path, number: int, arrays: Mapping[str, np.ndarray], names: Sequence[tuple[str, str | Sequence[str]]]
+    folder: Path, number: int, arrays: Mapping[str, np.ndarray], names: Sequence[Sequence[str]], *, text: bool
 ) -> None:
     """Write a shard of arrays [n ...]; it appears whole or not at all.
 
     Args:
         names: of each example its key, and its caption or the texts that captions are made of.
+        text: whether captions are encoded; else latents alone.
     """
-    crcs = [checksum({name: array[i] for name, array in arrays.items()}) for i in range(len(names))]
-    text = np.frombuffer(json.dumps(list(names)).encode("utf-8", "surrogatepass"), np.uint8)
-    whole = {**arrays, CHECKSUM: np.array(crcs, np.int64), NAMES: text}
+    written = lambda value: json.dumps(value).encode("utf-8", "surrogatepass")
+    rows = [b"" if text else written(list(name)) for name in names]
+    crcs = [checksum({name: array[i] for name, array in arrays.items()}, rows[i]) for i in range(len(names))]
+    whole = {**arrays, CHECKSUM: np.array(crcs, np.int64)}
+    whole[NAMES] = np.frombuffer(written([list(name) for name in names]) if text else b"".join(rows), np.uint8)
+    if not text:
+        whole[ENDS] = np.cumsum([len(row) for row in rows], dtype=np.int64)
     write_arrays(folder / shard_name(number), whole)
 
 
@@ -182,18 +195,24 @@ def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
     write_safetensors(path, tensors, {"format": "maxdiff-encoded"})
 
 
+def made_of_there(folder: Path) -> dict[str, Any] | None:
+    """What a folder's encoding is made of, finished or not; None if it holds none."""
+    names = [name for name in (FINISHED, BEGUN) if (folder / name).is_file()]
+    return read_json(folder / names[0]).get("made_of", {}) if names else None
+
+
 def begin(folder: Path, made_of: Mapping[str, Any]) -> None:
     """Say what a folder's encoding is made of.
 
     Raises:
         ValueError: if the folder holds another encoding, or other things.
     """
-    for name in (FINISHED, BEGUN):
-        if (folder / name).is_file():
-            if reasons := differences(read_json(folder / name)["made_of"], made_of):
-                raise ValueError(f"{folder} holds another encoding ({'; '.join(reasons)}); allowed: another encoded_dir, or to "
-                                 "remove this one")  # fmt: skip
-            return
+    there = made_of_there(folder)
+    if there is not None:
+        if reasons := differences(there, made_of):
+            raise ValueError(f"{folder} holds another encoding ({'; '.join(reasons)}); allowed: another encoded_dir, or to "
+                             "remove this one")  # fmt: skip
+        return
     if folder.is_dir() and any(folder.iterdir()):
         raise ValueError(f"{folder} holds other files; allowed: a new folder")
     write_json(folder / BEGUN, {"made_of": made_of})

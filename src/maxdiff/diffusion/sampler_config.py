@@ -164,18 +164,17 @@ def sampler_name(scheduler: Mapping[str, Any]) -> str:
 def with_zero_snr(scheduler: Mapping[str, Any]) -> dict[str, Any]:
     """The scheduler_config.json of a model that learns the last timestep as pure noise (Lin et al. 2023, section 3.1 to 3.3).
 
-    A scheduler that does not know `rescale_betas_zero_snr` gives way to DDIM; and timesteps are trailing, so that drawing
-    begins with the last. A model of noise has no answer to that one: its timesteps stay.
-
-    Raises:
-        ValueError: for a class that is none of ours.
+    A scheduler that does not know `rescale_betas_zero_snr`, ours or not, gives way to DDIM; and timesteps are trailing, so that
+    drawing begins with the last. A model of noise has no answer to that one: its timesteps stay.
     """
-    if scheduler.get("rescale_betas_zero_snr"):
+    knows = {CLASSES[sampler] for sampler, keys in KEYS.items() if "rescale_betas_zero_snr" in keys}
+    ours = scheduler.get("_class_name") in knows
+    if ours and scheduler.get("rescale_betas_zero_snr"):
         return dict(scheduler)
     found = {**scheduler, "rescale_betas_zero_snr": True}
     if scheduler.get("prediction_type", "epsilon") != "epsilon":
         found["timestep_spacing"] = "trailing"
-    if "rescale_betas_zero_snr" not in KEYS[sampler_name(scheduler)]:
+    if not ours:
         found |= {"_class_name": CLASSES["ddim"], "clip_sample": False}
         found.pop("skip_prk_steps", None)
     return found

@@ -95,7 +95,7 @@ class Compute:
         return self.fused is not None and self.fused.takes(x)
 
     def statistic(self, parameter: nnx.Param) -> jax.Array:
-        """The parameter of a norm, float32."""
+        """The parameter in float32: of a norm, or of what is summed."""
         return parameter.get_value().astype(jnp.float32)
 
 
