@@ -23,7 +23,8 @@ from PIL import Image
 sys.path.insert(0, str(Path(__file__).parents[1] / "data"))
 sys.path.insert(0, str(Path(__file__).parent))
 from emoji_captions import colours, phrase
-from make_emoji_variants import COLOURED, TARGETS, cut_out, examples, held_out_pairs, recoloured, thing_of, webp
+from emoji_shards import NONE, examples, on_white, opened
+from make_emoji_variants import COLOURED, LEAST, TARGETS, cut_out, held_out_pairs, recoloured, thing_of
 from report import progress
 
 from maxdiff import Pipeline
@@ -34,26 +35,18 @@ SHARDS = Path(__file__).parents[1] / "data" / "emoji" / "train-*.tar"
 AT_ONCE = 8
 
 
-def on_white(image: Image.Image) -> np.ndarray:
-    """uint8 [h w 3]."""
-    white = Image.new("RGBA", image.size, "white")
-    white.alpha_composite(image.convert("RGBA"))
-    return np.asarray(white.convert("RGB"))
-
-
 def features(network: FeatureNetwork, images: Sequence[np.ndarray]) -> np.ndarray:
     """Of the images in grey, of length 1: [n dim]."""
     grey = [np.asarray(Image.fromarray(image).convert("L").convert("RGB")) for image in images]
     filled = [*grey, *grey[-1:] * (-len(grey) % AT_ONCE)]
-    found = np.concatenate([network.extract(np.stack(filled[i : i + AT_ONCE])) for i in range(0, len(filled), AT_ONCE)])[
-        : len(grey)
-    ]
+    parts = [network.extract(np.stack(filled[i : i + AT_ONCE])) for i in range(0, len(filled), AT_ONCE)]
+    found = np.concatenate(parts)[: len(grey)]
     return found / np.linalg.norm(found, axis=1, keepdims=True)
 
 
 def main_colour(image: np.ndarray) -> str:
     """Of a picture on white; "" if none prevails."""
-    return next(iter(colours(cut_out(webp(Image.fromarray(image))), 1, 0.3)), "")
+    return next(iter(colours(cut_out(Image.fromarray(image)), 1, LEAST)), "")
 
 
 def score(pictures: Sequence[np.ndarray], pairs: Sequence[tuple[str, str]], seen: np.ndarray, things: Sequence[str],
@@ -94,22 +87,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     found = list(examples(args.shards))
     if not found:
-        parser.error(f"--shards={args.shards} holds no tars of .webp, .txt and .json")
-    real = {
-        thing_of(parts["txt"].decode()): cut_out(parts["webp"])
-        for parts in found
-        if json.loads(parts["json"])["group"] in COLOURED
-    }
+        parser.error(f"--shards={args.shards} {NONE}")
+    real = {thing_of(files["txt"].decode()): cut_out(opened(files)) for _, files in found
+            if json.loads(files["json"])["group"] in COLOURED}  # fmt: skip
     # Those that could be met: whose real emoji can be recoloured so.
     images = {pair: image for pair in held_out_pairs(found) if (image := recoloured(real[pair[0]], pair[1])) is not None}
     pairs = list(images)[:: max(1, len(images) // args.prompts)][: args.prompts]
     pipeline, network = Pipeline.load(args.model), efficientnet()
-    known = features(network, [on_white(image) for image in real.values()])
+    pixels = lambda images: [np.asarray(on_white(image)) for image in images]
+    known = features(network, pixels(real.values()))
     drawn = draw(pipeline, [phrase(thing, [colour]) for thing, colour in pairs], args, "composed")
     plain = draw(pipeline, [phrase(thing, []) for thing, _ in pairs], args, "without colour")
     options = {name: getattr(args, name) for name in ("model", "guidance_scale", "num_inference_steps", "seed")}
     counts = {"combinations": len(pairs), "colours": len(TARGETS), "things": len(real)}
-    real_ones = [on_white(images[pair]) for pair in pairs]
+    real_ones = pixels(images[pair] for pair in pairs)
     for name, pictures in {"composed": drawn, "without colour": plain, "real, recoloured": real_ones}.items():
         shares = score(pictures, pairs, features(network, pictures), list(real), known)
         print(json.dumps({"pictures": name, **shares, **options, **counts, "date": time.strftime("%Y-%m-%d")}), flush=True)

@@ -37,6 +37,7 @@ class Case:
         file: of configs/tpu, without its ending; none if empty.
         keys: what the command line says after that file.
         published: seconds that MaxDiffusion's README gives for it; 0 where it gives none.
+        label: ends the name, where model and topology are several cases'.
     """
 
     model: str
@@ -45,13 +46,12 @@ class Case:
     file: str = ""
     keys: tuple[str, ...] = ()
     published: float = 0.0
+    label: str = ""
 
     @property
     def name(self) -> str:
         times = f"{self.slices}x" if self.slices > 1 else ""
-        label = self.keys[0].split("=")[1] if self.published else "" if self.file else self.keys[0]
-        label = "tensor" if any("tensor" in key for key in self.keys) else label
-        return f"{self.model}@{times}{self.topology}" + (f"/{label}" if label else "")
+        return f"{self.model}@{times}{self.topology}" + (f"/{self.label}" if self.label else "")
 
 
 SLICES = [("v4-8", 1, "v4-8"), ("v5e-16", 1, "v5e-16"), ("v5e-256", 1, "v5e-256"), ("v5p-8", 1, "v5p"),
@@ -69,14 +69,17 @@ CASES = [
     # So many chips divide few dimensions: what is left whole of average and moments.
     Case("sd15", "v5p-1024", 1, "v5p", ("ici_fsdp_parallelism=8",)),
     # With a tensor axis, alone and beside fsdp.
-    Case("sd15", "v5p-8", 1, "v5p", ("ici_tensor_parallelism=2", "max_replicated_mib=0")),
-    Case("sdxl", "v5p-8", 1, "v5p", ("ici_fsdp_parallelism=2", "ici_tensor_parallelism=2", *XL["v5p"][1:])),
+    Case("sd15", "v5p-8", 1, "v5p", ("ici_tensor_parallelism=2", "max_replicated_mib=0"), label="tensor"),
+    Case("sdxl", "v5p-8", 1, "v5p", ("ici_fsdp_parallelism=2", "ici_tensor_parallelism=2", *XL["v5p"][1:]), label="tensor"),
     # What fitting.KEPT is from.
-    *(Case("sd15", "v5p-8", keys=(f"remat={remat}", "per_device_batch_size=16")) for remat in ("none", "dots", "full")),
+    *(
+        Case("sd15", "v5p-8", keys=(f"remat={remat}", "per_device_batch_size=16"), label=f"remat={remat}")
+        for remat in ("none", "dots", "full")
+    ),
 ]
 # SD2, 512 pixels, cached: https://github.com/AI-Hypercomputer/maxdiffusion. Of which slices it doesn't say: here small ones.
 PUBLISHED = [
-    Case("sd2", topology, keys=(f"per_device_batch_size={batch}", "use_ema=false"), published=seconds)
+    Case("sd2", topology, keys=(f"per_device_batch_size={batch}", "use_ema=false"), published=seconds, label=str(batch))
     for batch, topology, seconds in ((32, "v5p-8", 0.370), (16, "v5p-8", 0.202), (2, "v5p-8", 0.065), (4, "v6e-4", 0.091))
 ]
 

@@ -8,24 +8,19 @@ The folder is a tokenizer as diffusers and transformers read it.
 
 import argparse
 import json
-import tarfile
 from collections.abc import Iterable, Iterator
-from glob import glob
 from pathlib import Path
+
+from emoji_shards import NONE, examples
 
 from maxdiff.weights.tokenizer import END, START, CLIPTokenizer, published_tokenizer
 
 
 def captions(pattern: str) -> Iterator[str]:
     """Every caption of the shards: their .txt, and the phrases and tags of their .json."""
-    for path in sorted(glob(pattern)):
-        with tarfile.open(path) as tar:
-            for member in tar:
-                kind = member.name.partition(".")[2]
-                if kind in ("txt", "json"):
-                    text = tar.extractfile(member).read().decode()  # pyright: ignore[reportOptionalMemberAccess]
-                    said = json.loads(text) if kind == "json" else {}
-                    yield from (said["phrase"], said["tags"]) if said else [text]
+    for _, files in examples(pattern):
+        said = json.loads(files["json"])
+        yield from (files["txt"].decode(), said["phrase"], said["tags"])
 
 
 def pruned(whole: CLIPTokenizer, texts: Iterable[str]) -> CLIPTokenizer:
@@ -33,10 +28,8 @@ def pruned(whole: CLIPTokenizer, texts: Iterable[str]) -> CLIPTokenizer:
     token = {number: name for name, number in whole.vocab.items()}
     halves = {merge.replace(" ", ""): merge for merge in whole.merges}
     wanted: set[str] = set()
-    left = [
-        token[number]
-        for number in {number for text in texts for number in whole(text)[0].tolist()} - {whole.vocab[START], whole.vocab[END]}
-    ]
+    numbers = {number for text in texts for number in whole(text)[0].tolist()} - {whole.vocab[START], whole.vocab[END]}
+    left = [token[number] for number in numbers]
     while left:
         if (merge := halves.get(left.pop())) and merge not in wanted:
             wanted.add(merge)
@@ -55,7 +48,7 @@ def main() -> None:
     arguments = parser.parse_args()
     texts = list(captions(arguments.shards))
     if not texts:
-        parser.error(f"shards={arguments.shards} holds no captions")
+        parser.error(f"shards={arguments.shards} {NONE}")
     arguments.output.mkdir(parents=True, exist_ok=True)
     tokenizer = pruned(published_tokenizer(), texts)
     tokenizer.save(arguments.output)

@@ -7,21 +7,20 @@ none of them, as prompts for generate.py. What they teach is that colours are wo
 """
 
 import argparse
-import hashlib
-import io
 import json
 import re
-import tarfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
-from glob import glob
 from pathlib import Path
 
 import numpy as np
 from emoji_captions import COLOURS, colours, names_of, phrase
+from emoji_shards import NONE, Files, examples, is_one_in, on_white, opened, webp, write_shards
 from PIL import Image, ImageDraw
 
 SHARD_EXAMPLES = 2000
+QUALITY = 85
+LEAST = 0.3  # share of a picture's pixels that its main colour has
 # Hue in degrees, least saturation, and what saturation and value are multiplied by. White has no place on white.
 TARGETS = {
     "red": (357, 0.6, 1, 1),
@@ -46,28 +45,14 @@ CHECKED = {("cat face", "purple"), ("dog face", "blue"), ("elephant", "pink"), (
            ("rocket", "purple"), ("pizza", "blue"), ("owl", "red"), ("rose", "blue"), ("guitar", "green")}  # fmt: skip
 
 
-def examples(pattern: str) -> Iterator[dict[str, bytes]]:
-    """The files of each example of the shards, by their endings, and its "key"."""
-    for path in sorted(glob(pattern)):
-        with tarfile.open(path) as tar:
-            parts: dict[str, bytes] = {}
-            for member in tar:
-                key, _, kind = member.name.partition(".")
-                parts = parts if parts.get("key") == key.encode() else {"key": key.encode()}
-                parts[kind] = tar.extractfile(member).read()  # pyright: ignore[reportOptionalMemberAccess]
-                if len(parts) == 4:
-                    yield parts
-
-
 def held_out(thing: str, colour: str) -> bool:
     """Whether this combination is in no variant."""
-    digest = hashlib.sha256(f"{colour} {thing}".encode()).digest()
-    return (thing, colour) in CHECKED or int.from_bytes(digest[:8], "big") % HELD_OUT == 0
+    return (thing, colour) in CHECKED or is_one_in(HELD_OUT, f"{colour} {thing}")
 
 
-def cut_out(data: bytes) -> Image.Image:
-    """The emoji, transparent where white reaches in from a corner."""
-    image = Image.open(io.BytesIO(data)).convert("RGB")
+def cut_out(image: Image.Image) -> Image.Image:
+    """A picture on white, transparent where white reaches in from a corner."""
+    image = image.convert("RGB")
     filled, marker = image.copy(), (255, 0, 254)
     right, bottom = image.width - 1, image.height - 1
     for corner in ((0, 0), (right, 0), (0, bottom), (right, bottom)):
@@ -80,7 +65,7 @@ def cut_out(data: bytes) -> Image.Image:
 
 def recoloured(rgba: Image.Image, colour: str) -> Image.Image | None:
     """The emoji with its main colour turned into another; None if it has no main colour, or the other does not prevail."""
-    found = colours(rgba, 1, 0.3)
+    found = colours(rgba, 1, LEAST)
     if not found or found[0] in (colour, "white"):  # what is white has no outline on white
         return None
     hue, least, more, brighter = TARGETS[colour]
@@ -106,7 +91,7 @@ def recoloured(rgba: Image.Image, colour: str) -> Image.Image | None:
     share = (share * inside)[..., None]
     mixed = np.concatenate([pixels[..., :3] * (1 - share) + new * share, pixels[..., 3:]], -1)
     result = Image.fromarray(np.rint(mixed).astype(np.uint8), "RGBA")
-    return result if colours(result, 1, 0.3) == [colour] else None
+    return result if colours(result, 1, LEAST) == [colour] else None
 
 
 def thing_of(label: str) -> str:
@@ -114,56 +99,37 @@ def thing_of(label: str) -> str:
     return " ".join(word for word in label.split() if word.lower() not in COLOURS)
 
 
-def variants(parts: dict[str, bytes]) -> list[tuple[str, str, dict[str, bytes]]]:
+def variants(example: tuple[str, Files]) -> list[tuple[str, str, Files]]:
     """(set, key, files) of each variant of an example."""
-    key, label, about = parts["key"].decode(), parts["txt"].decode(), json.loads(parts["json"])
+    key, files = example
+    label, about = files["txt"].decode(), json.loads(files["json"])
     found = []
     if about["group"] in MIRRORED and not re.search(SIDES, label.lower()):
-        mirrored = Image.open(io.BytesIO(parts["webp"])).transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-        found.append(("mirrored", f"{key}-mirrored", {"webp": webp(mirrored), "txt": parts["txt"], "json": parts["json"]}))
+        mirrored = opened(files).transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+        found.append(("mirrored", f"{key}-mirrored", {**files, "webp": webp(mirrored, QUALITY, method=4)}))
     thing = thing_of(label)
     if about["group"] not in COLOURED or not thing:
         return found
-    rgba = cut_out(parts["webp"])
+    rgba = cut_out(opened(files))
     for colour in TARGETS:
         if held_out(thing, colour) or (image := recoloured(rgba, colour)) is None:
             continue
-        white = Image.new("RGBA", image.size, "white")
-        white.alpha_composite(image)
-        said = {"phrase": phrase(thing, colours(image, 2, 0.3)), "group": about["group"]}
-        files = {"webp": webp(white.convert("RGB")), "txt": f"{colour} {thing}".encode(), "json": json.dumps(said).encode()}
+        said = {"phrase": phrase(thing, colours(image, 2, LEAST)), "group": about["group"]}
+        files = {
+            "webp": webp(on_white(image), QUALITY, method=4),
+            "txt": f"{colour} {thing}".encode(),
+            "json": json.dumps(said).encode(),
+        }
         found.append(("recoloured", f"{key}-{colour}", files))
     return found
 
 
-def webp(image: Image.Image) -> bytes:
-    """As a file."""
-    file = io.BytesIO()
-    image.save(file, "WEBP", quality=85, method=4)
-    return file.getvalue()
-
-
-def write(folder: Path, name: str, made: list[tuple[str, dict[str, bytes]]]) -> None:
-    """Shards of (key, files), in the place of those that are there."""
-    for path in folder.glob(f"{name}-*.tar*"):
-        path.unlink()
-    for shard, start in enumerate(range(0, len(made), SHARD_EXAMPLES)):
-        path = folder / f"{name}-{shard:06d}.tar"
-        with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
-            for key, files in made[start : start + SHARD_EXAMPLES]:
-                for kind, payload in files.items():
-                    info = tarfile.TarInfo(f"{key}.{kind}")
-                    info.size = len(payload)
-                    tar.addfile(info, io.BytesIO(payload))
-        print(f"{path}: {len(made[start : start + SHARD_EXAMPLES])} examples, {path.stat().st_size:,} bytes")
-
-
-def held_out_pairs(found: Iterable[dict[str, bytes]]) -> list[tuple[str, str]]:
+def held_out_pairs(found: Iterable[tuple[str, Files]]) -> list[tuple[str, str]]:
     """(thing, colour) of each combination that is held out, and that no caption has: some things are of that colour."""
     things: dict[str, set[str]] = {}
     said: dict[str, set[str]] = {}
-    for parts in found:
-        about, label = json.loads(parts["json"]), parts["txt"].decode()
+    for _, files in found:
+        about, label = json.loads(files["json"]), files["txt"].decode()
         thing = thing_of(label)
         words = re.findall(r"\w+", f"{label} {about['phrase']} {about['tags']}".lower())
         said.setdefault(thing, set()).update(word for word in words if word in COLOURS)
@@ -181,12 +147,12 @@ def main() -> None:
     arguments = parser.parse_args()
     found = list(examples(arguments.shards))
     if not found:
-        parser.error(f"shards={arguments.shards} holds no tars of .webp, .txt and .json")
+        parser.error(f"shards={arguments.shards} {NONE}")
     arguments.output.mkdir(parents=True, exist_ok=True)
     with ProcessPoolExecutor() as pool:
         made = [one for each in pool.map(variants, found, chunksize=16) for one in each]
     for name in ("recoloured", "mirrored"):
-        write(arguments.output, name, [(key, files) for which, key, files in made if which == name])
+        write_shards(arguments.output, name, [(key, files) for which, key, files in made if which == name], SHARD_EXAMPLES)
     prompts = [phrase(thing, [colour]) for thing, colour in held_out_pairs(found)]
     (arguments.output / "held_out.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
     print(f"{arguments.output / 'held_out.jsonl'}: {len(prompts)} prompts")

@@ -56,4 +56,6 @@ def test_each_part_takes_what_it_waits_for():
     chip = dataclasses.replace(GENERATIONS["v5e"], flops=100.0, hbm_speed=10.0, ici_speed=5.0, dcn_speed=2.0)
     work = [roofline.Work("matmul", 1000, 10, 2), roofline.Work("other", 0, 50, 1)]
     sums = {"ici all-gather": {"count": 1, "bytes": 50}, "dcn all-reduce": {"count": 1, "bytes": 6}}
-    assert roofline.seconds(work, sums, chip) == {"matmul": 20.0, "attention": 0.0, "other": 5.0, "ici": 10.0, "dcn": 3.0}
+    found = {"matmul": 20.0, "attention": 0.0, "other": 5.0, "ici": 10.0, "dcn": 3.0}
+    assert roofline.seconds(work, sums, chip, 1.0) == found
+    assert roofline.seconds(work, sums, chip, 0.5) == {**found, "ici": 20.0}

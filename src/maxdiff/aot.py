@@ -13,7 +13,6 @@ that would are predicted, the nearest first, and compiled until one does. Exit s
 
 import contextlib
 import dataclasses
-import difflib
 import json
 import os
 import re
@@ -29,7 +28,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxdiff import build, command, fitting, hlo, inputs, roofline
 from maxdiff.command import split_number
-from maxdiff.config import KEYS, Config
+from maxdiff.config import KEYS, Config, closest
 from maxdiff.data import encode
 from maxdiff.data.encoded import EncodedSource, is_encoded
 from maxdiff.data.pipeline import TOKEN_NAMES
@@ -121,9 +120,7 @@ def batch_of(config: Config, mesh: Mesh, task: Task) -> tuple[Task, dict[str, An
     one = lambda name: jax.ShapeDtypeStruct(encoded[name].shape[1:], encoded[name].dtype)
     texts = {f"empty_{name}": one(name) for name in ("states", "pooled") if name in encoded}
     task = task.from_encoded({}, config.data.resolution, text=text)
-    frozen = task.constants["frozen"]
-    if not judges_images(config):
-        frozen = {name: frozen[name] for name in frozen if name != "vae" and not text}
+    frozen = task.constants["frozen"] if judges_images(config) else task.frozen_still(text=text)
     constants = {**task.constants, **abstract(texts, whole), "frozen": frozen}
     return dataclasses.replace(task, constants=constants), {**abstract(encoded, split), **kept}
 
@@ -197,13 +194,9 @@ def confirm(step: Step, fits: Sequence[Mapping[str, Any]], topology: Topology, l
 
 def _beside(step: Step) -> int:
     """Bytes of networks that the step does not need, as it trains from what they have encoded."""
-    needed = {
-        "vae": "image" in step.batch,
-        "text_encoder": "input_ids" in step.batch,
-        "text_encoder_2": "input_ids" in step.batch,
-    }
-    frozen = {name: params for name, params in step.task.constants["frozen"].items() if not needed[name]}
-    return sum(map(bytes_a_device, jax.tree.leaves(frozen)))
+    runs = lambda name: ("image" if name == "vae" else "input_ids") in step.batch
+    idle = {name: params for name, params in step.task.constants["frozen"].items() if not runs(name)}
+    return sum(map(bytes_a_device, jax.tree.leaves(idle)))
 
 
 def _too_much(message: str, beside: int) -> dict[str, Any]:
@@ -306,7 +299,7 @@ def main(argv: Sequence[str]) -> int:
 
     try:
         check_own_keys(given)
-        if not any("=" not in argument and not argument.startswith("-") for argument in rest):
+        if not rest:  # which `command.run` takes for a call for help
             raise ValueError(f"which configuration? usage: {USAGE}")
         return command.run("maxdiff.aot", rest, action, OPTIONS) or int(not all(fits))
     except ValueError as error:
@@ -320,9 +313,8 @@ def check_own_keys(given: Sequence[tuple[str, str]]) -> None:
     """Raise ValueError for what is nearly one of OWN_KEYS: the configuration would not know it."""
     known = [*OWN_KEYS, *KEYS]
     for key, value in given:
-        close = [] if key in known else difflib.get_close_matches(key, known, 1)
-        if close and close[0] in OWN_KEYS:
-            raise ValueError(f"there is no key {key!r} (of {key}={value}); did you mean {close[0]!r}?")
+        if key not in known and (close := closest(key, known)) in OWN_KEYS:
+            raise ValueError(f"there is no key {key!r} (of {key}={value}); did you mean {close!r}?")
 
 
 def _own(given: Sequence[tuple[str, str]]) -> dict[str, str]:

@@ -10,7 +10,7 @@ import math
 import os
 import re
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -509,8 +509,13 @@ def _read(path: Path, *, may_have_base: bool = True) -> dict[str, Any]:
 
 def _check_key(key: str, where: str) -> None:
     if key not in KEYS:
-        close = difflib.get_close_matches(str(key), KEYS, 1)
-        raise ValueError(f"{where}: there is no key {key!r}" + (f"; did you mean {close[0]!r}?" if close else ""))
+        close = closest(str(key), KEYS)
+        raise ValueError(f"{where}: there is no key {key!r}" + (f"; did you mean {close!r}?" if close else ""))
+
+
+def closest(key: str, known: Iterable[str]) -> str:
+    """The key that was probably meant; "" if none is near."""
+    return next(iter(difflib.get_close_matches(key, [*known], 1)), "")
 
 
 class _Loader(yaml.SafeLoader):

@@ -139,7 +139,7 @@ def _on_each_device(
             if p.ndim > 1 and given and dtype is not None and jnp.dtype(dtype).itemsize < p.dtype.itemsize:
                 leaves[i] = p.astype(dtype)
         for axis, dims in reversed(_turns(splits, axes)):
-            if crosses_slices(mesh, axis):
+            if crosses_slices(mesh, axis):  # within a slice TPUs have an operation for them as they are
                 gathered = all_gather([leaves[i] for i in dims], mesh, axis, list(dims.values()))
             else:
                 gathered = [lax.all_gather(leaves[i], axis, axis=dim, tiled=True) for i, dim in dims.items()]

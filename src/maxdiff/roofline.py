@@ -71,9 +71,7 @@ def work(text: str, width: int) -> list[Work]:
     return found
 
 
-def seconds(
-    found: list[Work], sums: Mapping[str, Mapping[str, float]], chip: Generation, linked: float = 1.0
-) -> dict[str, float]:
+def seconds(found: list[Work], sums: Mapping[str, Mapping[str, float]], chip: Generation, linked: float) -> dict[str, float]:
     """What takes how long in a step.
 
     Args:

@@ -91,7 +91,7 @@ class Task:
         for name in self.trained:
             save_part(folder, name, Part(self.networks[name], weights[name]), dtype=dtype)
 
-    def from_encoded(self, empty: Mapping[str, Any], resolution: int, *, text: bool = True) -> "Task":
+    def from_encoded(self, empty: Mapping[str, Any], resolution: int, *, text: bool) -> "Task":
         """The task that is trained from what is encoded.
 
         Args:
@@ -104,16 +104,19 @@ class Task:
         cost = flops.training(self.networks, self.trained, resolution, has_latents=True, has_text=text).total
         return dataclasses.replace(self, constants={**self.constants, **jax.device_put(texts, whole)}, flops=cost)
 
-    def without_frozen(self, *, text: bool = True) -> "Task":
+    def without_frozen(self, *, text: bool) -> "Task":
         """The task that is trained from what frozen networks have encoded: they are gone, and their memory is free.
 
         Args:
             text: whether texts are encoded, so that text encoders go too.
         """
-        frozen = self.constants["frozen"]
-        kept = {} if text else {name: frozen[name] for name in frozen if name != "vae"}
+        frozen, kept = self.constants["frozen"], self.frozen_still(text=text)
         jax.tree.map(lambda leaf: leaf.delete(), {name: frozen[name] for name in frozen.keys() - kept.keys()})
         return dataclasses.replace(self, constants={**self.constants, "frozen": kept})
+
+    def frozen_still(self, *, text: bool) -> dict[str, Params]:
+        """The frozen networks that a step from what is encoded runs all the same: text encoders, unless `text` is."""
+        return {name: params for name, params in self.constants["frozen"].items() if name != "vae" and not text}
 
     def with_latent_scale(self, factor: float) -> "Task":
         """The task whose autoencoder has this scaling_factor."""

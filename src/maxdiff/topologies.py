@@ -80,7 +80,10 @@ class Topology:
 
     @property
     def linked(self) -> float:
-        """Share of a chip's links within its slice that lead to another chip: along an axis of two chips one of two does."""
+        """Share of a chip's links within its slice that lead to another chip: along an axis of two chips one of two does.
+
+        1 of a chip alone, which sends nothing.
+        """
         sizes = [int(size) for size in self.shape.split("x")]
         return sum(min(size - 1, 2) for size in sizes) / (2 * self.of.dims) or 1.0
 

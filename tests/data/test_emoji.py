@@ -74,7 +74,7 @@ def test_the_small_tokenizer_says_the_same_of_the_captions(tmp_path: Path):
     assert again == small
     failed = subprocess.run([sys.executable, script, tmp_path / "*.tar", tmp_path / "c"], capture_output=True, text=True)
     assert failed.returncode == 2
-    assert "holds no captions" in failed.stderr
+    assert "holds no tars of .webp, .txt and .json" in failed.stderr
 
 
 def test_no_caption_has_a_combination_that_is_held_out():

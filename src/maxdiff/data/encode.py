@@ -185,9 +185,9 @@ def _finish(config: Config, folder: Path, contents: dict[str, Any], source: Sour
 
 
 def encoder(
-    task: Task, dtype: Any, *, text: bool = True
+    task: Task, dtype: Any, *, text: bool
 ) -> Callable[[Mapping[str, Params], Mapping[str, jax.Array]], dict[str, jax.Array]]:
-    """encode(weights, batch) -> the arrays of each example, see encoded.py; pure, to be jitted."""
+    """encode(weights, batch) -> the arrays of each example, see encoded.py, its text's if `text`; pure, to be jitted."""
     vae = task.networks["vae"]
 
     def program(weights: Mapping[str, Params], batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
@@ -260,7 +260,7 @@ def _text_differs(config: Config) -> str:
     return ""
 
 
-def made_of(config: Config, task: Task, source: str, *, text: bool = True) -> dict[str, Any]:
+def made_of(config: Config, task: Task, source: str, *, text: bool) -> dict[str, Any]:
     """What decides an encoding's contents, name -> value: source, transform, weights.
 
     Args:
