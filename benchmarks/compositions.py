@@ -1,20 +1,24 @@
-"""Whether a model of the emoji composes: things in colours that no caption of its training has.
+"""Whether a model of the emoji composes: things in colours, or wearing something, that no caption of its training has.
 
     python benchmarks/compositions.py runs/my_run/pipeline --prompts 200 --guidance_scale 3 --grid compositions.png
 
-Draws combinations that data/make_emoji_variants.py holds out ("a purple cat face"), then the same things without a colour, from
-the same noise. A JSON line each, and one for the real emoji recoloured as the variants are, which is what could be reached:
+Draws combinations that data/make_emoji_variants.py holds out ("a purple cat face", "a heart with a bow"), then the same things
+alone, from the same noise. A JSON line each, and one for the real emoji made so as the variants are, which is what could be
+reached. Of colours:
   * colour: share of pictures of which the colour asked for is the main one, by the rule that made the captions.
   * thing: share of pictures whose nearest real emoji, in grey, is the thing asked for, among all that are recoloured, by
     EfficientNet-Lite0's features; thing_in_5: among the nearest five.
   * both: colour and thing_in_5.
+Of things that wear something, by the same features in colour:
+  * worn: share of pictures that are nearer to the real thing wearing what was asked for than to it alone or wearing another.
+  * both: share whose nearest is just that, among all things asked for, alone and wearing each.
 """
 
 import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +28,19 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "data"))
 sys.path.insert(0, str(Path(__file__).parent))
 from emoji_captions import colours, phrase
 from emoji_shards import NONE, examples, on_white, opened
-from make_emoji_variants import COLOURED, LEAST, TARGETS, cut_out, held_out_pairs, recoloured, thing_of
+from make_emoji_variants import (
+    COLOURED,
+    LEAST,
+    TARGETS,
+    cut_out,
+    dressed,
+    held_out_dresses,
+    held_out_pairs,
+    recoloured,
+    thing_of,
+    wearing,
+    worn_images,
+)
 from report import progress
 
 from maxdiff import Pipeline
@@ -35,12 +51,16 @@ SHARDS = Path(__file__).parents[1] / "data" / "emoji" / "train-*.tar"
 AT_ONCE = 8
 
 
+def grey(images: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """The images without their colours."""
+    return [np.asarray(Image.fromarray(image).convert("L").convert("RGB")) for image in images]
+
+
 def features(network: FeatureNetwork, images: Sequence[np.ndarray]) -> np.ndarray:
-    """Of the images in grey, of length 1: [n dim]."""
-    grey = [np.asarray(Image.fromarray(image).convert("L").convert("RGB")) for image in images]
-    filled = [*grey, *grey[-1:] * (-len(grey) % AT_ONCE)]
+    """Of the images, of length 1: [n dim]."""
+    filled = [*images, *images[-1:] * (-len(images) % AT_ONCE)]
     parts = [network.extract(np.stack(filled[i : i + AT_ONCE])) for i in range(0, len(filled), AT_ONCE)]
-    found = np.concatenate(parts)[: len(grey)]
+    found = np.concatenate(parts)[: len(images)]
     return found / np.linalg.norm(found, axis=1, keepdims=True)
 
 
@@ -61,15 +81,34 @@ def score(pictures: Sequence[np.ndarray], pairs: Sequence[tuple[str, str]], seen
     return {name: round(float(share.mean()), 3) for name, share in shares.items()}
 
 
+def score_worn(
+    pairs: Sequence[tuple[str, str]], seen: np.ndarray, known: Mapping[tuple[str, str], np.ndarray]
+) -> dict[str, float]:
+    """The shares; `known` are the features of each thing with each that is worn, "" for none."""
+    names, likeness = list(known), seen @ np.stack(list(known.values())).T
+    found = [[names[i] for i in np.argsort(-row)] for row in likeness]
+    worn = [
+        next(name for name in row if name[0] == thing) == (thing, wears)
+        for row, (thing, wears) in zip(found, pairs, strict=True)
+    ]
+    both = [row[0] == pair for row, pair in zip(found, pairs, strict=True)]
+    return {"worn": round(float(np.mean(worn)), 3), "both": round(float(np.mean(both)), 3)}
+
+
+def some(items: Sequence[tuple[str, str]], count: int) -> list[tuple[str, str]]:
+    """So many of them, or all, spread over the whole."""
+    return list(items)[:: max(1, len(items) // count)][:count]
+
+
 def draw(pipeline: Pipeline, prompts: Sequence[str], args: argparse.Namespace, name: str) -> list[np.ndarray]:
     """A picture of each prompt, the i-th from the noise of seed + i."""
     pictures: list[np.ndarray] = []
     started = time.monotonic()
     for first in range(0, len(prompts), AT_ONCE):
-        some = list(prompts[first : first + AT_ONCE])
-        some += some[-1:] * (AT_ONCE - len(some))
+        batch = list(prompts[first : first + AT_ONCE])
+        batch += batch[-1:] * (AT_ONCE - len(batch))
         given = {"steps": args.num_inference_steps, "guidance_scale": args.guidance_scale, "seed": args.seed + first}
-        pictures += list(pipeline.generate(some, **given))[: len(prompts) - first]
+        pictures += list(pipeline.generate(batch, **given))[: len(prompts) - first]
         progress(len(pictures), len(prompts), name, started)
     return pictures
 
@@ -79,11 +118,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="a pipeline's folder")
     parser.add_argument("--shards", default=str(SHARDS))
-    parser.add_argument("--prompts", type=int, default=200, help="combinations, every so many of those held out")
+    parser.add_argument("--prompts", type=int, default=200, help="combinations of each kind, every so many of those held out")
     parser.add_argument("--guidance_scale", type=float, default=3.0)
     parser.add_argument("--num_inference_steps", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--grid", type=Path, help="where the first 64 drawings go")
+    parser.add_argument("--grid", type=Path, help="where the first 32 drawings of each kind go")
     args = parser.parse_args(argv)
     found = list(examples(args.shards))
     if not found:
@@ -92,20 +131,34 @@ def main(argv: Sequence[str] | None = None) -> int:
             if json.loads(files["json"])["group"] in COLOURED}  # fmt: skip
     # Those that could be met: whose real emoji can be recoloured so.
     images = {pair: image for pair in held_out_pairs(found) if (image := recoloured(real[pair[0]], pair[1])) is not None}
-    pairs = list(images)[:: max(1, len(images) // args.prompts)][: args.prompts]
+    pairs = some(list(images), args.prompts)
+    dresses = some(held_out_dresses(found), args.prompts)
     pipeline, network = Pipeline.load(args.model), efficientnet()
     pixels = lambda images: [np.asarray(on_white(image)) for image in images]
-    known = features(network, pixels(real.values()))
-    drawn = draw(pipeline, [phrase(thing, [colour]) for thing, colour in pairs], args, "composed")
-    plain = draw(pipeline, [phrase(thing, []) for thing, _ in pairs], args, "without colour")
     options = {name: getattr(args, name) for name in ("model", "guidance_scale", "num_inference_steps", "seed")}
+    date = {"date": time.strftime("%Y-%m-%d")}
+    report = lambda *parts: print(json.dumps({k: v for part in (*parts, options, date) for k, v in part.items()}), flush=True)
+
+    known = features(network, grey(pixels(real.values())))
     counts = {"combinations": len(pairs), "colours": len(TARGETS), "things": len(real)}
+    coloured = draw(pipeline, [phrase(thing, [colour]) for thing, colour in pairs], args, "in colours")
+    alone = draw(pipeline, [phrase(thing, []) for thing, _ in pairs], args, "without colour")
     real_ones = pixels(images[pair] for pair in pairs)
-    for name, pictures in {"composed": drawn, "without colour": plain, "real, recoloured": real_ones}.items():
-        shares = score(pictures, pairs, features(network, pictures), list(real), known)
-        print(json.dumps({"pictures": name, **shares, **options, **counts, "date": time.strftime("%Y-%m-%d")}), flush=True)
+    for name, pictures in {"in colours": coloured, "without colour": alone, "real, recoloured": real_ones}.items():
+        report({"pictures": name}, score(pictures, pairs, features(network, grey(pictures)), list(real), known), counts)
+
+    worn = worn_images(found)
+    made = {(thing, name): dressed(real[thing], worn[name]) if name else real[thing]
+            for thing in dict.fromkeys(thing for thing, _ in dresses) for name in ("", *worn)}  # fmt: skip
+    known = dict(zip(made, features(network, pixels(made.values())), strict=True))
+    counts = {"combinations": len(dresses), "things": len(made) // (1 + len(worn))}
+    wearers = draw(pipeline, [wearing(phrase(thing, []), name) for thing, name in dresses], args, "wearing")
+    alone = draw(pipeline, [phrase(thing, []) for thing, _ in dresses], args, "wearing nothing")
+    real_ones = pixels(made[pair] for pair in dresses)
+    for name, pictures in {"wearing": wearers, "wearing nothing": alone, "real, dressed": real_ones}.items():
+        report({"pictures": name}, score_worn(dresses, features(network, pictures), known), counts)
     if args.grid:
-        Image.fromarray(grid(np.stack(drawn[:64]))).save(args.grid)
+        Image.fromarray(grid(np.stack([*coloured[:32], *wearers[:32]]))).save(args.grid)
     return 0
 
 

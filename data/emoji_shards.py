@@ -62,6 +62,11 @@ def webp(image: Image.Image, quality: int, method: int) -> bytes:
     return file.getvalue()
 
 
+def hash_of(text: str) -> int:
+    """A number that is always the same."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
+
+
 def is_one_in(count: int, text: str) -> bool:
     """Whether this text is one of so many, by a hash."""
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") % count == 0
+    return hash_of(text) % count == 0

@@ -1,21 +1,24 @@
-"""More emoji out of those in data/emoji, to train on beside them: in other colours, and mirrored where that changes no meaning.
+"""More emoji out of those in data/emoji, to train on beside them: in other colours, wearing something, and mirrored.
 
     python data/make_emoji_variants.py 'data/emoji/train-*.tar' runs/emoji_variants
 
-writes recoloured-*.tar ("a purple lemon"), mirrored-*.tar, and held_out.jsonl: combinations of a thing and a colour that are in
-none of them, as prompts for generate.py. What they teach is that colours are words.
+writes recoloured-*.tar ("a purple lemon"), dressed-*.tar ("a lemon with a crown"), mirrored-*.tar of what stays the same by that,
+and held_out.jsonl: combinations that are in none of them, as prompts for generate.py. What they teach is that words can be put
+together.
 """
 
 import argparse
 import json
 import re
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from emoji_captions import COLOURS, colours, names_of, phrase
-from emoji_shards import NONE, Files, examples, is_one_in, on_white, opened, webp, write_shards
+from emoji_shards import NONE, Files, examples, hash_of, is_one_in, on_white, opened, webp, write_shards
 from PIL import Image, ImageDraw
 
 SHARD_EXAMPLES = 2000
@@ -37,17 +40,21 @@ TARGETS = {
 # Not people, whose colours mean something else, nor symbols.
 COLOURED = {"smileys", "animals", "food", "travel", "activities", "objects"}
 MIRRORED = {"smileys", "people", "animals", "food", "travel", "activities", "objects"}
+# What things wear, and which emoji that is.
+WORN = {"bow": "ribbon", "crown": "crown", "top hat": "top hat", "flower": "hibiscus"}
 # Words of which one says that a mirrored picture would be another thing.
 SIDES = r"\b(left|right|leftwards|rightwards|clock|thirty|quarter|writing|abc|button|keycap|number|calendar)\b"
+SHARED = 20  # emoji that may have a tag by which one of them is called
 # One combination in ten is held out, and these.
 HELD_OUT = 10
 CHECKED = {("cat face", "purple"), ("dog face", "blue"), ("elephant", "pink"), ("banana", "green"), ("lion", "green"),
-           ("rocket", "purple"), ("pizza", "blue"), ("owl", "red"), ("rose", "blue"), ("guitar", "green")}  # fmt: skip
+           ("rocket", "purple"), ("pizza", "blue"), ("owl", "red"), ("rose", "blue"), ("guitar", "green"),
+           ("heart", "bow"), ("swan", "crown"), ("frog", "crown"), ("cat face", "top hat"), ("penguin", "bow")}  # fmt: skip
 
 
-def held_out(thing: str, colour: str) -> bool:
-    """Whether this combination is in no variant."""
-    return (thing, colour) in CHECKED or is_one_in(HELD_OUT, f"{colour} {thing}")
+def held_out(thing: str, other: str) -> bool:
+    """Whether the combination of a thing with a colour, or with what it wears, is in no variant."""
+    return (thing, other) in CHECKED or is_one_in(HELD_OUT, f"{other} {thing}")
 
 
 def cut_out(image: Image.Image) -> Image.Image:
@@ -94,33 +101,95 @@ def recoloured(rgba: Image.Image, colour: str) -> Image.Image | None:
     return result if colours(result, 1, LEAST) == [colour] else None
 
 
+def dressed(rgba: Image.Image, worn: Image.Image) -> Image.Image:
+    """The emoji made smaller, with another one on its top."""
+    size = rgba.width
+    small = rgba.resize((round(0.78 * size),) * 2, Image.Resampling.LANCZOS)
+    rows, columns = np.nonzero(np.asarray(small)[..., 3] > 127)
+    head = columns[rows < rows.min() + 0.2 * (rows.max() - rows.min() + 1)]
+    worn = worn.crop(worn.getbbox(alpha_only=True))
+    worn = worn.resize((round(0.38 * size), round(0.38 * size * worn.height / worn.width)), Image.Resampling.LANCZOS)
+    result = Image.new("RGBA", rgba.size, (255, 255, 255, 0))
+    left, top = (size - small.width) // 2, size - small.height
+    result.alpha_composite(small, (left, top))
+    middle, lowest = left + round(float(np.median(head))), top + int(rows.min()) + round(0.45 * worn.height)
+    place = np.clip((middle - worn.width // 2, lowest - worn.height), 0, (size - worn.width, size - worn.height))
+    result.alpha_composite(worn, (int(place[0]), int(place[1])))
+    return result
+
+
+def wearing(thing: str, worn: str) -> str:
+    """ "lion with a crown"."""
+    return f"{thing} {'and' if ' with ' in thing else 'with'} a {worn}"
+
+
+def worn_images(found: Iterable[tuple[str, Files]]) -> dict[str, Image.Image]:
+    """What is worn, by its name in WORN."""
+    labels = {label: name for name, label in WORN.items()}
+    return {labels[label]: cut_out(opened(files)) for _, files in found if (label := files["txt"].decode()) in labels}
+
+
+def own_tags(found: Iterable[tuple[str, Files]]) -> dict[str, list[str]]:
+    """By its label, what else an emoji is called: tags that few have, and that name no colour ("car" of "automobile")."""
+    tags = {files["txt"].decode(): json.loads(files["json"])["tags"].split(", ")[1:] for _, files in found}
+    count = Counter(tag for some in tags.values() for tag in some)
+    colour = {*COLOURS, "grey"}
+    return {label: [tag for tag in some if count[tag] <= SHARED and not colour & set(tag.lower().split())]
+            for label, some in tags.items()}  # fmt: skip
+
+
+def called(label: str, tags: Sequence[str], *others: str) -> str:
+    """One of its tags, another one with each colour and what is worn; its label where there is none."""
+    words = [tag for tag in tags if not any(held_out(tag, other) for other in others)]
+    return words[hash_of(" ".join([label, *others])) % len(words)] if words else thing_of(label)
+
+
 def thing_of(label: str) -> str:
     """A label without the colour that it names."""
     return " ".join(word for word in label.split() if word.lower() not in COLOURS)
 
 
-def variants(example: tuple[str, Files]) -> list[tuple[str, str, Files]]:
-    """(set, key, files) of each variant of an example."""
+def variants(worn: Mapping[str, Image.Image], tags: Mapping[str, Sequence[str]], example: tuple[str, Files]
+             ) -> list[tuple[str, str, Files]]:  # fmt: skip
+    """(set, key, files) of each variant of an example; `worn` is what things may wear, `tags` what they are called."""
     key, files = example
     label, about = files["txt"].decode(), json.loads(files["json"])
     found = []
+
+    def add(kind: str, name: str, image: Image.Image, text: str, said: Mapping[str, str]) -> None:
+        said = {**said, "group": about["group"]}
+        payloads = {"webp": webp(image, QUALITY, method=4), "txt": text.encode(), "json": json.dumps(said).encode()}
+        found.append((kind, f"{key}-{name}", payloads))
+
     if about["group"] in MIRRORED and not re.search(SIDES, label.lower()):
         mirrored = opened(files).transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-        found.append(("mirrored", f"{key}-mirrored", {**files, "webp": webp(mirrored, QUALITY, method=4)}))
+        add("mirrored", "mirrored", mirrored, label, {**about, "called": phrase(called(label, tags[label]), [])})
     thing = thing_of(label)
     if about["group"] not in COLOURED or not thing:
         return found
     rgba = cut_out(opened(files))
-    for colour in TARGETS:
-        if held_out(thing, colour) or (image := recoloured(rgba, colour)) is None:
-            continue
-        said = {"phrase": phrase(thing, colours(image, 2, LEAST)), "group": about["group"]}
-        files = {
-            "webp": webp(on_white(image), QUALITY, method=4),
-            "txt": f"{colour} {thing}".encode(),
-            "json": json.dumps(said).encode(),
+    images = {colour: image for colour in TARGETS
+              if not held_out(thing, colour) and (image := recoloured(rgba, colour)) is not None}  # fmt: skip
+    for colour, image in images.items():
+        said = {
+            "phrase": phrase(thing, colours(image, 2, LEAST)),
+            "called": phrase(called(label, tags[label], colour), [colour]),
         }
-        found.append(("recoloured", f"{key}-{colour}", files))
+        add("recoloured", colour, on_white(image), f"{colour} {thing}", said)
+    # Each thing wears everything once, in another colour each time.
+    choices = [("", rgba), *images.items()]
+    for number, name in enumerate(worn):
+        colour, image = choices[(hash_of(label) + number) % len(choices)]
+        if held_out(thing, name) or label == WORN[name]:
+            continue
+        seen = [colour] if colour else []
+        said = {
+            "phrase": phrase(thing, colours(image, 2, LEAST)),
+            "called": phrase(called(label, tags[label], *seen, name), seen),
+        }
+        said = {column: wearing(text, name) for column, text in said.items()}
+        text = wearing(f"{colour} {thing}" if colour else label, name)
+        add("dressed", name.replace(" ", "-"), on_white(dressed(image, worn[name])), text, said)
     return found
 
 
@@ -139,6 +208,12 @@ def held_out_pairs(found: Iterable[tuple[str, Files]]) -> list[tuple[str, str]]:
             if held_out(thing, colour) and colour not in things[thing]]  # fmt: skip
 
 
+def held_out_dresses(found: Iterable[tuple[str, Files]]) -> list[tuple[str, str]]:
+    """(thing, what it wears) of each combination that is held out."""
+    things = {thing_of(files["txt"].decode()) for _, files in found if json.loads(files["json"])["group"] in COLOURED}
+    return [(thing, name) for thing in sorted(things - {"", *WORN.values()}) for name in WORN if held_out(thing, name)]
+
+
 def main() -> None:
     """Write the variants of the shards named on the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -150,10 +225,12 @@ def main() -> None:
         parser.error(f"shards={arguments.shards} {NONE}")
     arguments.output.mkdir(parents=True, exist_ok=True)
     with ProcessPoolExecutor() as pool:
-        made = [one for each in pool.map(variants, found, chunksize=16) for one in each]
-    for name in ("recoloured", "mirrored"):
+        of = partial(variants, worn_images(found), own_tags(found))
+        made = [one for each in pool.map(of, found, chunksize=16) for one in each]
+    for name in ("recoloured", "dressed", "mirrored"):
         write_shards(arguments.output, name, [(key, files) for which, key, files in made if which == name], SHARD_EXAMPLES)
     prompts = [phrase(thing, [colour]) for thing, colour in held_out_pairs(found)]
+    prompts += [wearing(phrase(thing, []), name) for thing, name in held_out_dresses(found)]
     (arguments.output / "held_out.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
     print(f"{arguments.output / 'held_out.jsonl'}: {len(prompts)} prompts")
 
