@@ -2,7 +2,7 @@
 
     python data/make_emoji_variants.py 'data/emoji/train-*.tar' runs/emoji_variants
 
-writes recoloured-*.tar ("a purple lemon"), dressed-*.tar ("a lemon with a crown"), mirrored-*.tar of what stays the same by that,
+writes recoloured-*.tar ("a purple lemon"), dressed-*.tar ("a lemon with a crown"), mirrored-*.tar of what stays the same so,
 and held_out.jsonl: combinations that are in none of them, as prompts for generate.py. What they teach is that words can be put
 together.
 """

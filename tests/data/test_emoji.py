@@ -79,15 +79,23 @@ def test_the_small_tokenizer_says_the_same_of_the_captions(tmp_path: Path):
 
 def test_no_caption_has_a_combination_that_is_held_out():
     pattern = str(ROOT / "data/emoji/train-*.tar")
-    code = f"import json, make_emoji_variants as v; print(json.dumps(v.held_out_pairs(v.examples({pattern!r}))))"
+    code = f"""import json, make_emoji_variants as v
+found = list(v.examples({pattern!r}))
+print(json.dumps([v.held_out_pairs(found), v.held_out_dresses(found), v.own_tags(found)]))"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT / "data")
-    pairs = json.loads(done.stdout)
+    pairs, dresses, tags = json.loads(done.stdout)
     assert ["cat face", "purple"] in pairs
+    assert ["heart", "bow"] in dresses
+    assert 200 < len(dresses) < 500
+    assert not {tuple(pair) for pair in dresses} & {("ribbon", "bow"), ("crown", "crown"), ("top hat", "top hat")}
+    assert "car" in tags["automobile"]
+    assert "animal" not in tags["dog"]  # which says little
+    assert not {"red", "green", "grey"} & {word for some in tags.values() for tag in some for word in tag.split()}
     assert ["koala", "gray"] not in pairs
     assert 500 < len(pairs) < 987
 
 
-def test_variants_are_of_other_colours_and_leave_some_out(tmp_path: Path):
+def test_variants_are_of_other_colours_and_wear_things_and_leave_some_out(tmp_path: Path):
     pixels = np.full((128, 128, 3), 255, np.uint8)
     pixels[32:96, 40:110] = (240, 200, 40)
     pixels[48:60, 50:60] = (20, 20, 20)
@@ -100,8 +108,14 @@ def test_variants_are_of_other_colours_and_leave_some_out(tmp_path: Path):
         "yellow hand": "people",
         "flag: Nowhere": "flags",
         "pink elephant": "animals",
+        "swan": "animals",
+        "crown": "objects",
+        "top hat": "objects",
+        "ribbon": "objects",
+        "hibiscus": "animals",
     }
-    about = lambda label, group: json.dumps({"phrase": f"a {label}", "tags": label, "group": group}).encode()
+    tags = lambda label: f"{label}, luna" if "moon" in label else label
+    about = lambda label, group: json.dumps({"phrase": f"a {label}", "tags": tags(label), "group": group}).encode()
     parts = lambda label, group: {"webp": file.getvalue(), "txt": label.encode(), "json": about(label, group)}
     write_tar(
         tmp_path / "a.tar",
@@ -109,21 +123,31 @@ def test_variants_are_of_other_colours_and_leave_some_out(tmp_path: Path):
     )
     script = ROOT / "data/make_emoji_variants.py"
     subprocess.run([sys.executable, script, tmp_path / "a.tar", tmp_path / "made"], check=True, capture_output=True)
-    mirrored, coloured = (
-        open_source(tmp_path / "made" / f"{name}-000000.tar", CAPTIONS) for name in ("mirrored", "recoloured")
+    columns = Columns(("text", "phrase", "tags", "called"))
+    mirrored, coloured, dressed = (
+        open_source(tmp_path / "made" / f"{name}-000000.tar", columns) for name in ("mirrored", "recoloured", "dressed")
     )
     texts = lambda source: {source[i].texts for i in range(len(source))}
-    assert {text[0] for text in texts(mirrored)} == {"cat face", "yellow moon", "yellow hand", "pink elephant"}
+    worn = {"crown", "top hat", "ribbon", "hibiscus"}
+    assert {text[0] for text in texts(mirrored)} == {"cat face", "yellow moon", "yellow hand", "pink elephant", "swan", *worn}
+    assert next(text[-1] for text in texts(mirrored) if text[0] == "yellow moon") == "a luna"
     image = make_picture(mirrored[0].image, "", [0] * 4, 128).image.astype(int)
     assert image[54, 128 - 55].max() < 60  # the dark patch, on the other side
     assert image[54, 55].max() > 200
-    said = {text[0]: text[1] for text in texts(coloured)}
-    assert {name.split(" ", 1)[1] for name in said} == {"cat face", "left cat", "moon", "elephant"}
-    assert said["blue moon"] == "a blue moon"
+    said = {text[0]: text[1:] for text in texts(coloured)}
+    assert {name.split(" ", 1)[1] for name in said} == {"cat face", "left cat", "moon", "elephant", "swan", *worn}
+    assert said["blue moon"] == ("a blue moon", "a blue luna")
+    clothed = {text[0]: text[1:] for text in texts(dressed)}
+    assert any(name.endswith("moon with a bow") for name in clothed)
+    assert not any(
+        name.endswith(("swan with a crown", "top hat with a top hat", "cat face with a top hat")) for name in clothed
+    )
+    assert sum(name.endswith("hibiscus with a bow") for name in clothed) == 1
     assert not any(name.startswith("yellow") for name in said)
     prompts = [json.loads(line)["prompt"] for line in (tmp_path / "made" / "held_out.jsonl").read_text().splitlines()]
     assert "a purple cat face" in prompts
-    assert not set(prompts) & set(said.values())
+    assert "a swan with a crown" in prompts
+    assert not set(prompts) & {text for some in (*said.values(), *clothed.values()) for text in some}
     assert "a pink elephant" not in prompts  # as one of the originals is
     blue = next(coloured[i] for i in range(len(coloured)) if coloured[i].texts[0] == "blue moon")
     image = make_picture(blue.image, "", [0] * 4, 128).image.astype(int)
