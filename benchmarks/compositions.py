@@ -18,7 +18,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +27,7 @@ from PIL import Image
 sys.path.insert(0, str(Path(__file__).parents[1] / "data"))
 sys.path.insert(0, str(Path(__file__).parent))
 from emoji_captions import colours, phrase
-from emoji_shards import NONE, examples, on_white, opened
+from emoji_shards import NONE, Files, examples, on_white, opened
 from make_emoji_variants import (
     COLOURED,
     LEAST,
@@ -100,17 +100,63 @@ def some(items: Sequence[tuple[str, str]], count: int) -> list[tuple[str, str]]:
     return list(items)[:: max(1, len(items) // count)][:count]
 
 
-def draw(pipeline: Pipeline, prompts: Sequence[str], args: argparse.Namespace, name: str) -> list[np.ndarray]:
-    """A picture of each prompt, the i-th from the noise of seed + i."""
-    pictures: list[np.ndarray] = []
-    started = time.monotonic()
-    for first in range(0, len(prompts), AT_ONCE):
-        batch = list(prompts[first : first + AT_ONCE])
-        batch += batch[-1:] * (AT_ONCE - len(batch))
-        given = {"steps": args.num_inference_steps, "guidance_scale": args.guidance_scale, "seed": args.seed + first}
-        pictures += list(pipeline.generate(batch, **given))[: len(prompts) - first]
-        progress(len(pictures), len(prompts), name, started)
-    return pictures
+def pixels(images: Iterable[Image.Image]) -> list[np.ndarray]:
+    """Pictures as they are drawn."""
+    return [np.asarray(on_white(image)) for image in images]
+
+
+class Judge:
+    """What draws, what looks at pictures, and how that is reported."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.args, self.pipeline, self.network = args, Pipeline.load(args.model), efficientnet()
+
+    def draw(self, prompts: Sequence[str], name: str) -> list[np.ndarray]:
+        """A picture of each prompt, the i-th from the noise of seed + i."""
+        args, pictures, started = self.args, [], time.monotonic()
+        for first in range(0, len(prompts), AT_ONCE):
+            batch = list(prompts[first : first + AT_ONCE])
+            batch += batch[-1:] * (AT_ONCE - len(batch))
+            given = {"steps": args.num_inference_steps, "guidance_scale": args.guidance_scale, "seed": args.seed + first}
+            pictures += list(self.pipeline.generate(batch, **given))[: len(prompts) - first]
+            progress(len(pictures), len(prompts), name, started)
+        return pictures
+
+    def report(self, name: str, shares: Mapping[str, float], counts: Mapping[str, int]) -> None:
+        """One line."""
+        options = {key: getattr(self.args, key) for key in ("model", "guidance_scale", "num_inference_steps", "seed")}
+        line = {"pictures": name, **shares, **counts, **options, "date": time.strftime("%Y-%m-%d")}
+        print(json.dumps(line), flush=True)
+
+    def colours(self, found: Sequence[tuple[str, Files]], real: Mapping[str, Image.Image]) -> list[np.ndarray]:
+        """Report of things in colours; the drawings."""
+        # Those that could be met: whose real emoji can be recoloured so.
+        images = {pair: image for pair in held_out_pairs(found) if (image := recoloured(real[pair[0]], pair[1])) is not None}
+        pairs = some(list(images), self.args.prompts)
+        known = features(self.network, grey(pixels(real.values())))
+        counts = {"combinations": len(pairs), "colours": len(TARGETS), "things": len(real)}
+        drawn = self.draw([phrase(thing, [colour]) for thing, colour in pairs], "in colours")
+        alone = self.draw([phrase(thing, []) for thing, _ in pairs], "without colour")
+        made = pixels(images[pair] for pair in pairs)
+        for name, pictures in {"in colours": drawn, "without colour": alone, "real, recoloured": made}.items():
+            shares = score(pictures, pairs, features(self.network, grey(pictures)), list(real), known)
+            self.report(name, shares, counts)
+        return drawn
+
+    def worn(self, found: Sequence[tuple[str, Files]], real: Mapping[str, Image.Image]) -> list[np.ndarray]:
+        """Report of things that wear something; the drawings."""
+        worn = worn_images(found)
+        pairs = some([pair for pair in held_out_dresses(found) if pair[1] in worn], self.args.prompts)
+        images = {(thing, name): dressed(real[thing], worn[name]) if name else real[thing]
+                  for thing in dict.fromkeys(thing for thing, _ in pairs) for name in ("", *worn)}  # fmt: skip
+        known = dict(zip(images, features(self.network, pixels(images.values())), strict=True))
+        counts = {"combinations": len(pairs), "things": len(images) // (1 + len(worn))}
+        drawn = self.draw([wearing(phrase(thing, []), name) for thing, name in pairs], "wearing")
+        alone = self.draw([phrase(thing, []) for thing, _ in pairs], "wearing nothing")
+        made = pixels(images[pair] for pair in pairs)
+        for name, pictures in {"wearing": drawn, "wearing nothing": alone, "real, dressed": made}.items():
+            self.report(name, score_worn(pairs, features(self.network, pictures), known), counts)
+        return drawn
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -127,38 +173,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     found = list(examples(args.shards))
     if not found:
         parser.error(f"--shards={args.shards} {NONE}")
-    real = {thing_of(files["txt"].decode()): cut_out(opened(files)) for _, files in found
+    # Reversed, as the first of a name counts.
+    real = {thing_of(files["txt"].decode()): cut_out(opened(files)) for _, files in reversed(found)
             if json.loads(files["json"])["group"] in COLOURED}  # fmt: skip
-    # Those that could be met: whose real emoji can be recoloured so.
-    images = {pair: image for pair in held_out_pairs(found) if (image := recoloured(real[pair[0]], pair[1])) is not None}
-    pairs = some(list(images), args.prompts)
-    dresses = some(held_out_dresses(found), args.prompts)
-    pipeline, network = Pipeline.load(args.model), efficientnet()
-    pixels = lambda images: [np.asarray(on_white(image)) for image in images]
-    options = {name: getattr(args, name) for name in ("model", "guidance_scale", "num_inference_steps", "seed")}
-    date = {"date": time.strftime("%Y-%m-%d")}
-    report = lambda *parts: print(json.dumps({k: v for part in (*parts, options, date) for k, v in part.items()}), flush=True)
-
-    known = features(network, grey(pixels(real.values())))
-    counts = {"combinations": len(pairs), "colours": len(TARGETS), "things": len(real)}
-    coloured = draw(pipeline, [phrase(thing, [colour]) for thing, colour in pairs], args, "in colours")
-    alone = draw(pipeline, [phrase(thing, []) for thing, _ in pairs], args, "without colour")
-    real_ones = pixels(images[pair] for pair in pairs)
-    for name, pictures in {"in colours": coloured, "without colour": alone, "real, recoloured": real_ones}.items():
-        report({"pictures": name}, score(pictures, pairs, features(network, grey(pictures)), list(real), known), counts)
-
-    worn = worn_images(found)
-    made = {(thing, name): dressed(real[thing], worn[name]) if name else real[thing]
-            for thing in dict.fromkeys(thing for thing, _ in dresses) for name in ("", *worn)}  # fmt: skip
-    known = dict(zip(made, features(network, pixels(made.values())), strict=True))
-    counts = {"combinations": len(dresses), "things": len(made) // (1 + len(worn))}
-    wearers = draw(pipeline, [wearing(phrase(thing, []), name) for thing, name in dresses], args, "wearing")
-    alone = draw(pipeline, [phrase(thing, []) for thing, _ in dresses], args, "wearing nothing")
-    real_ones = pixels(made[pair] for pair in dresses)
-    for name, pictures in {"wearing": wearers, "wearing nothing": alone, "real, dressed": real_ones}.items():
-        report({"pictures": name}, score_worn(dresses, features(network, pictures), known), counts)
+    judge = Judge(args)
+    drawn = [*judge.colours(found, real)[:32], *judge.worn(found, real)[:32]]
     if args.grid:
-        Image.fromarray(grid(np.stack([*coloured[:32], *wearers[:32]]))).save(args.grid)
+        Image.fromarray(grid(np.stack(drawn))).save(args.grid)
     return 0
 
 

@@ -17,7 +17,7 @@ from PIL import Image, ImageDraw
 sys.path.insert(0, str(Path(__file__).parents[1] / "data"))
 from emoji_captions import phrase
 from emoji_shards import Files, examples, on_white, opened
-from make_emoji_variants import cut_out, dressed, recoloured, wearing, worn_images
+from make_emoji_variants import cut_out, dressed, held_out, recoloured, wearing, worn_images
 
 from maxdiff import Pipeline
 
@@ -45,8 +45,10 @@ def composed(files: Files, thing: str, colour: str, worn: Mapping[str, Image.Ima
     """(prompt, picture made of the real one) of a thing in a colour, wearing something; "" for neither.
 
     Raises:
-        ValueError: if it cannot be recoloured so.
+        ValueError: if it cannot be recoloured so, or a caption of the training may say that.
     """
+    if not any(held_out(thing, other) for other in (colour, name) if other):
+        raise ValueError(f"{thing}, {colour}, {name} is not held out")
     image = cut_out(opened(files))
     if colour and (image := recoloured(image, colour)) is None:
         raise ValueError(f"the {thing} cannot be made {colour}")

@@ -30,7 +30,7 @@ PROMPTS = ["a red heart", "a smiling face", "a cat face", "the flag of Italy", "
 STEPS = 20
 GUIDANCE_SCALE = 3.0
 TIMES = 5
-SCALES = [1, 2, 3, 5, 7.5]
+SCALES = [1, 3, 7.5]
 EXAMPLES = 165
 
 

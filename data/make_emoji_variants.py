@@ -11,10 +11,11 @@ import argparse
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from emoji_captions import COLOURS, colours, names_of, phrase
@@ -43,18 +44,22 @@ MIRRORED = {"smileys", "people", "animals", "food", "travel", "activities", "obj
 # What things wear, and which emoji that is.
 WORN = {"bow": "ribbon", "crown": "crown", "top hat": "top hat", "flower": "hibiscus"}
 # Words of which one says that a mirrored picture would be another thing.
-SIDES = r"\b(left|right|leftwards|rightwards|clock|thirty|quarter|writing|abc|button|keycap|number|calendar)\b"
-SHARED = 20  # emoji that may have a tag by which one of them is called
-# One combination in ten is held out, and these.
+SIDES = (
+    r"\b(left|right|leftwards|rightwards|clock|thirty|quarter|waxing|waning|chart|writing|abc|button|keycap|number|calendar|hundred"
+    r"|banknote|bank|store|hotel|post office|newspaper|medal|8 ball)\b"
+)
+MOST_SHARED = 20  # emoji that may have a tag by which one of them is called
+# One combination in ten is held out, and these, also of what else has such a name ("growing heart").
 HELD_OUT = 10
-CHECKED = {("cat face", "purple"), ("dog face", "blue"), ("elephant", "pink"), ("banana", "green"), ("lion", "green"),
+ALWAYS_HELD_OUT = {("cat face", "purple"), ("dog face", "blue"), ("elephant", "pink"), ("banana", "green"), ("lion", "green"),
            ("rocket", "purple"), ("pizza", "blue"), ("owl", "red"), ("rose", "blue"), ("guitar", "green"),
            ("heart", "bow"), ("swan", "crown"), ("frog", "crown"), ("cat face", "top hat"), ("penguin", "bow")}  # fmt: skip
 
 
 def held_out(thing: str, other: str) -> bool:
     """Whether the combination of a thing with a colour, or with what it wears, is in no variant."""
-    return (thing, other) in CHECKED or is_one_in(HELD_OUT, f"{other} {thing}")
+    always = any(name == other and re.search(rf"\b{known}s?\b", thing) for known, name in ALWAYS_HELD_OUT)
+    return always or is_one_in(HELD_OUT, f"{other} {thing}")
 
 
 def cut_out(image: Image.Image) -> Image.Image:
@@ -130,23 +135,41 @@ def worn_images(found: Iterable[tuple[str, Files]]) -> dict[str, Image.Image]:
 
 
 def own_tags(found: Iterable[tuple[str, Files]]) -> dict[str, list[str]]:
-    """By its label, what else an emoji is called: tags that few have, and that name no colour ("car" of "automobile")."""
-    tags = {files["txt"].decode(): json.loads(files["json"])["tags"].split(", ")[1:] for _, files in found}
+    """By its label, what an emoji is also called, and no other is ("car" of "automobile"): tags that few have, of no colour."""
+    about = {files["txt"].decode(): json.loads(files["json"])["tags"] for _, files in found}
+    tags = {label: some.removeprefix(label).split(", ")[1:] for label, some in about.items()}
     count = Counter(tag for some in tags.values() for tag in some)
-    colour = {*COLOURS, "grey"}
-    return {label: [tag for tag in some if count[tag] <= SHARED and not colour & set(tag.lower().split())]
-            for label, some in tags.items()}  # fmt: skip
+    others = {thing_of(label) for label in tags}
+    fits = lambda tag: count[tag] <= MOST_SHARED and tag not in others and thing_of(tag) == tag
+    return {label: [tag for tag in some if fits(tag)] for label, some in tags.items()}
 
 
-def called(label: str, tags: Sequence[str], *others: str) -> str:
-    """One of its tags, another one with each colour and what is worn; its label where there is none."""
+def called(name: str, tags: Sequence[str], *others: str) -> str:
+    """One of its tags, another one with each colour and what is worn; its name where there is none."""
     words = [tag for tag in tags if not any(held_out(tag, other) for other in others)]
-    return words[hash_of(" ".join([label, *others])) % len(words)] if words else thing_of(label)
+    return words[hash_of(" ".join([name, *others])) % len(words)] if words else name
 
 
 def thing_of(label: str) -> str:
     """A label without the colour that it names."""
-    return " ".join(word for word in label.split() if word.lower() not in COLOURS)
+    named = rf"(?<!\S)((light|dark) )?({'|'.join([*COLOURS, 'grey'])})(?!\S)"
+    return " ".join(re.sub(named, "", label, flags=re.IGNORECASE).split())
+
+
+def coloured(thing: str, colour: str, image: Image.Image) -> str:
+    """The thing with the colour that it was given and another that is seen, unless that combination is held out."""
+    also = [other for other in colours(image, 2, LEAST) if other != colour and not held_out(thing, other)]
+    return phrase(thing, [colour, *also[:1]])
+
+
+class Variant(NamedTuple):
+    """One more picture: its set, the end of its key, its name, and what else is said of it, by columns."""
+
+    kind: str
+    end: str
+    image: Image.Image
+    text: str
+    said: dict[str, str]
 
 
 def variants(worn: Mapping[str, Image.Image], tags: Mapping[str, Sequence[str]], example: tuple[str, Files]
@@ -154,43 +177,44 @@ def variants(worn: Mapping[str, Image.Image], tags: Mapping[str, Sequence[str]],
     """(set, key, files) of each variant of an example; `worn` is what things may wear, `tags` what they are called."""
     key, files = example
     label, about = files["txt"].decode(), json.loads(files["json"])
-    found = []
-
-    def add(kind: str, name: str, image: Image.Image, text: str, said: Mapping[str, str]) -> None:
-        said = {**said, "group": about["group"]}
-        payloads = {"webp": webp(image, QUALITY, method=4), "txt": text.encode(), "json": json.dumps(said).encode()}
-        found.append((kind, f"{key}-{name}", payloads))
-
+    made: list[Variant] = []
     if about["group"] in MIRRORED and not re.search(SIDES, label.lower()):
         mirrored = opened(files).transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-        add("mirrored", "mirrored", mirrored, label, {**about, "called": phrase(called(label, tags[label]), [])})
+        said = {**about, "called": phrase(called(label, tags[label]), [])}
+        made.append(Variant("mirrored", "mirrored", mirrored, label, said))
+    if about["group"] in COLOURED and thing_of(label):
+        made += composed(label, about["phrase"], cut_out(opened(files)), tags[label], worn)
+    said_of = lambda one: json.dumps({**one.said, "group": about["group"]}).encode()
+    return [
+        (
+            one.kind,
+            f"{key}-{one.end}",
+            {"webp": webp(one.image, QUALITY, method=4), "txt": one.text.encode(), "json": said_of(one)},
+        )
+        for one in made
+    ]
+
+
+def composed(label: str, said_of_it: str, rgba: Image.Image, tags: Sequence[str], worn: Mapping[str, Image.Image]
+             ) -> Iterator[Variant]:  # fmt: skip
+    """An emoji in other colours, and wearing each thing once, in other colours where it has some."""
     thing = thing_of(label)
-    if about["group"] not in COLOURED or not thing:
-        return found
-    rgba = cut_out(opened(files))
     images = {colour: image for colour in TARGETS
               if not held_out(thing, colour) and (image := recoloured(rgba, colour)) is not None}  # fmt: skip
     for colour, image in images.items():
-        said = {
-            "phrase": phrase(thing, colours(image, 2, LEAST)),
-            "called": phrase(called(label, tags[label], colour), [colour]),
-        }
-        add("recoloured", colour, on_white(image), f"{colour} {thing}", said)
-    # Each thing wears everything once, in another colour each time.
+        said = {"phrase": coloured(thing, colour, image), "called": phrase(called(thing, tags, colour), [colour])}
+        yield Variant("recoloured", colour, on_white(image), f"{colour} {thing}", said)
     choices = [("", rgba), *images.items()]
     for number, name in enumerate(worn):
-        colour, image = choices[(hash_of(label) + number) % len(choices)]
-        if held_out(thing, name) or label == WORN[name]:
+        if held_out(thing, name) or thing == WORN[name]:
             continue
-        seen = [colour] if colour else []
-        said = {
-            "phrase": phrase(thing, colours(image, 2, LEAST)),
-            "called": phrase(called(label, tags[label], *seen, name), seen),
-        }
-        said = {column: wearing(text, name) for column, text in said.items()}
-        text = wearing(f"{colour} {thing}" if colour else label, name)
-        add("dressed", name.replace(" ", "-"), on_white(dressed(image, worn[name])), text, said)
-    return found
+        colour, image = choices[(hash_of(label) + number) % len(choices)]
+        text, said = label, {"phrase": said_of_it, "called": phrase(called(label, tags, name), [])}
+        if colour:
+            text = f"{colour} {thing}"
+            said = {"phrase": coloured(thing, colour, image), "called": phrase(called(thing, tags, colour, name), [colour])}
+        said = {column: wearing(words, name) for column, words in said.items()}
+        yield Variant("dressed", name.replace(" ", "-"), on_white(dressed(image, worn[name])), wearing(text, name), said)
 
 
 def held_out_pairs(found: Iterable[tuple[str, Files]]) -> list[tuple[str, str]]:
@@ -211,7 +235,7 @@ def held_out_pairs(found: Iterable[tuple[str, Files]]) -> list[tuple[str, str]]:
 def held_out_dresses(found: Iterable[tuple[str, Files]]) -> list[tuple[str, str]]:
     """(thing, what it wears) of each combination that is held out."""
     things = {thing_of(files["txt"].decode()) for _, files in found if json.loads(files["json"])["group"] in COLOURED}
-    return [(thing, name) for thing in sorted(things - {"", *WORN.values()}) for name in WORN if held_out(thing, name)]
+    return [(thing, name) for thing in sorted(things - {""}) for name in WORN if held_out(thing, name) and thing != WORN[name]]
 
 
 def main() -> None:

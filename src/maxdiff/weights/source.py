@@ -93,11 +93,13 @@ def _open_hub(repo: str, revision: str | None) -> Source:
     try:
         info = hub.HfApi().model_info(repo, revision=revision, timeout=HUB_TIMEOUT_SECONDS)
     except errors.HFValidationError:
-        raise FileNotFoundError(f"there is no folder {repo}, and it is no name of a hub repository either") from None
+        raise FileNotFoundError(
+            f"there is no folder {repo} in {Path.cwd()}, and it is no name of a hub repository either"
+        ) from None
     except errors.GatedRepoError:
         raise ValueError(f"{shown}: the hub wants a login that may read it (set HF_TOKEN)") from None
     except errors.RepositoryNotFoundError:
-        raise FileNotFoundError(f"there is no folder {repo}, and the hub has no such repository") from None
+        raise FileNotFoundError(f"there is no folder {repo} in {Path.cwd()}, and the hub has no such repository") from None
     except errors.RevisionNotFoundError:
         raise ValueError(f"the hub's {repo} has no revision={revision}") from None
     except Exception as error:
@@ -105,7 +107,7 @@ def _open_hub(repo: str, revision: str | None) -> Source:
         root = _cached(repo, revision)
         if root is None:
             raise FileNotFoundError(
-                f"there is no folder {repo}, the hub cannot be reached ({type(error).__name__}), "
+                f"there is no folder {repo} in {Path.cwd()}, the hub cannot be reached ({type(error).__name__}), "
                 f"and {shown} is not in its cache"
             ) from None
         cached = tuple(sorted(p.relative_to(root).as_posix() for p in root.rglob("*") if p.is_file()))
