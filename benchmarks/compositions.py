@@ -27,7 +27,7 @@ from PIL import Image
 sys.path.insert(0, str(Path(__file__).parents[1] / "data"))
 sys.path.insert(0, str(Path(__file__).parent))
 from emoji_captions import colours, phrase
-from emoji_shards import NONE, Files, examples, on_white, opened
+from emoji_shards import NONE, TRAIN, Files, examples, on_white, opened
 from make_emoji_variants import (
     COLOURED,
     LEAST,
@@ -47,7 +47,6 @@ from maxdiff import Pipeline
 from maxdiff.features import FeatureNetwork, efficientnet
 from maxdiff.images import grid
 
-SHARDS = Path(__file__).parents[1] / "data" / "emoji" / "train-*.tar"
 AT_ONCE = 8
 
 
@@ -163,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="a pipeline's folder")
-    parser.add_argument("--shards", default=str(SHARDS))
+    parser.add_argument("--shards", default=TRAIN)
     parser.add_argument("--prompts", type=int, default=200, help="combinations of each kind, every so many of those held out")
     parser.add_argument("--guidance_scale", type=float, default=3.0)
     parser.add_argument("--num_inference_steps", type=int, default=20)

@@ -16,12 +16,11 @@ from PIL import Image, ImageDraw
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "data"))
 from emoji_captions import phrase
-from emoji_shards import Files, examples, on_white, opened
+from emoji_shards import TRAIN, Files, examples, on_white, opened
 from make_emoji_variants import cut_out, dressed, held_out, recoloured, wearing, worn_images
 
 from maxdiff import Pipeline
 
-SHARDS = Path(__file__).parents[1] / "data" / "emoji" / "train-*.tar"
 KNOWN = ("red heart", "smiling face", "octopus", "pizza", "automobile", "flag: Italy")
 # Label of the emoji that is changed, what it is called then, its colour, and what it wears.
 COMPOSED = (
@@ -64,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--num_inference_steps", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
-    found = {files["txt"].decode(): files for _, files in examples(str(SHARDS))}
+    found = {files["txt"].decode(): files for _, files in examples(TRAIN)}
     prompts, real = zip(*columns(found, worn_images(found.items())), strict=True)
     rows = [("real", list(real))]
     for label, model, scale in args.row:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from PIL import Image
 
+TRAIN = str(Path(__file__).parent / "emoji" / "train-*.tar")
 KINDS = {"webp", "txt", "json"}
 NONE = "holds no tars of .webp, .txt and .json"  # what is said of a glob without any
 
