@@ -3,9 +3,10 @@
     python benchmarks/gpu.py [--profile] [NAME ...] > steps.jsonl     2 to 4 minutes a side and case; --list names the cases
     python benchmarks/gpu.py --table steps.jsonl                      as Markdown
 
-Each side runs in a process of its own: ours is train_step.py, the peer peers/torch_train_step.py, which needs torch, diffusers
-and transformers (--no-peers leaves it out). Both have float32 weights and moments, bfloat16 activations, AdamW and clipping.
-Cases for several GPUs run where there are as many. A line of JSON a side, and a line of progress on stderr.
+Each side runs in a process of its own: ours is train_step.py, the peer peers/torch_train_step.py, which needs torch,
+diffusers and transformers (--only maxdiff leaves it out). Both have float32 weights and moments, bfloat16 activations, AdamW
+and clipping. CUDA_VISIBLE_DEVICES is heeded; cases for several GPUs run where there are as many. A line of JSON a side, and a
+line of progress on stderr.
 """
 
 import argparse
@@ -78,17 +79,20 @@ CASES = [
 ]
 
 
-def gpus() -> int:
-    """How many NVIDIA GPUs this host has; 0 without its driver."""
+def gpus() -> list[str]:
+    """The NVIDIA GPUs to run on, as CUDA_VISIBLE_DEVICES has them; none without their driver."""
+    if "CUDA_VISIBLE_DEVICES" in os.environ:
+        return [gpu for gpu in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if gpu]
     try:
-        return len(subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout.splitlines())
+        lines = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout.splitlines()
     except FileNotFoundError:
-        return 0
+        return []
+    return [str(number) for number in range(len(lines))]
 
 
-def run(case: Case, system: str, command: Sequence[str]) -> dict[str, Any]:
+def run(case: Case, system: str, command: Sequence[str], there: Sequence[str]) -> dict[str, Any]:
     """The line that a side printed, or the last line of what it said."""
-    visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(case.gpus)))}
+    visible = {"CUDA_VISIBLE_DEVICES": ",".join(there[: case.gpus])}
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True, env={**os.environ, **visible})
     lines = done.stdout.splitlines()
     if done.returncode or not lines:
@@ -125,7 +129,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="of cases; all that this host has GPUs for, if none is given")
     parser.add_argument("--list", action="store_true", help="name the cases")
-    parser.add_argument("--no-peers", action="store_true")
+    parser.add_argument("--only", choices=["maxdiff", "peer"], help="one side")
     parser.add_argument("--profile", action="store_true", help="GPU time by kind of kernel, of our side")
     parser.add_argument("--table", type=Path, metavar="FILE")
     args = parser.parse_args(argv)
@@ -135,15 +139,19 @@ def main(argv: Sequence[str]) -> int:
     if args.table:
         print(table([json.loads(line) for line in args.table.read_text().splitlines()]))
         return 0
-    if unknown := set(args.names) - {case.name for case in CASES}:
-        parser.error(f"there is no case {min(unknown)} (allowed: {', '.join(case.name for case in CASES)})")
+    cases = {case.name: case for case in CASES}
+    if unknown := set(args.names) - cases.keys():
+        parser.error(f"there is no case {min(unknown)} (allowed: {', '.join(cases)})")
     if not (there := gpus()):
         parser.error("there is no NVIDIA GPU here")
-    wanted = [case for case in CASES if case.name in args.names or (not args.names and case.gpus <= there)]
-    sides = [(case, *side) for case in wanted for side in case.commands() if side[0] == "maxdiff" or not args.no_peers]
+    wanted = [cases[name] for name in args.names] or [case for case in CASES if case.gpus <= len(there)]
+    if short := [case for case in wanted if case.gpus > len(there)]:
+        parser.error(f"{short[0].name} needs {short[0].gpus} GPUs, of which there are {len(there)}")
+    sides = [(case, *side) for case in wanted for side in case.commands()
+             if args.only is None or (side[0] == "maxdiff") == (args.only == "maxdiff")]  # fmt: skip
     failed, started = 0, time.monotonic()
     for number, (case, system, command) in enumerate(sides, 1):
-        found = run(case, system, [*command, *(["--profile"] if args.profile and system == "maxdiff" else [])])
+        found = run(case, system, [*command, *(["--profile"] if args.profile and system == "maxdiff" else [])], there)
         failed += "error" in found
         print(json.dumps(found), flush=True)
         progress(number, len(sides), f"{case.name}, {system}", started)

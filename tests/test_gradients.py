@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks import parity
-from maxdiff.gradients import gradient_function, sums_function
+from maxdiff.gradients import gradient_function, norm_function, sums_function
 from maxdiff.models.layers import Compute
 from maxdiff.models.network import Network, Params, flatten, unflatten
 from maxdiff.models.unet import UNet2DConditionModel, UNetConfig
@@ -102,6 +102,30 @@ def check_collectives(hlo: str):
     assert gathered
     for dims in gathered:
         assert tuple(int(d) for d in dims.split(",") if d) in shapes, dims
+
+
+@pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 2, 2), (1, 8, 1)])
+def test_the_norm_is_that_of_one_device(sizes):
+    mesh = make_mesh(AXES, dict(zip(AXES, sizes, strict=True)), {})
+    rng = np.random.default_rng(5)
+    shapes = {"kernel": (3, 3, 128, 128), "table": (97, 512), "bias": (64,), "count": ()}
+    specs = {"kernel": P(None, None, "fsdp", "tensor"), "table": P(None, ("data", "fsdp")), "bias": P("tensor"), "count": P()}
+    gradient = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    placed = {name: jax.device_put(x, NamedSharding(mesh, specs[name])) for name, x in gradient.items()}
+    expected = np.sqrt(sum(np.square(x, dtype=np.float64).sum() for x in gradient.values()))
+    assert float(jax.jit(norm_function(mesh, specs))(placed)) == pytest.approx(expected, rel=1e-6)
+
+
+def test_small_gradients_are_summed_over_devices_together():
+    mesh = make_mesh(AXES, {"data": 2, "fsdp": 4, "tensor": 1}, {})
+    params = {str(i): jnp.full(i + 1, 0.1) for i in range(20)}
+    losses = lambda params, _, batch: batch["x"] * sum(jnp.sum(p) for p in params.values())
+    gradients = gradient_function(losses, mesh, dict.fromkeys(params, P()))
+    batch = {"x": jnp.arange(8.0)}
+    _, gradient = jax.jit(gradients)(params, {}, batch)
+    assert all(np.array_equal(gradient[name], np.full(p.shape, 3.5)) for name, p in params.items())
+    sums = jax.jit(gradients).lower(params, {}, batch).as_text().count("all_reduce")
+    assert sums <= 3  # the loss, and one of each axis
 
 
 def test_a_batch_that_does_not_divide_is_an_error():

@@ -195,6 +195,13 @@ def test_clipping_can_be_off(off):
     np.testing.assert_allclose(momentum(1.0)["kernel"], [0.006, 0.008], rtol=1e-5)
 
 
+def test_clipping_takes_a_norm_that_is_known():
+    params = {"kernel": jnp.array([3.0, 4.0])}
+    optimizer = make_optimizer("lion", CONSTANT)
+    _, state = optimizer.update(params, optimizer.init(params), params, norm=jnp.asarray(10.0))
+    np.testing.assert_allclose(optax.tree.get(state, "mu")["kernel"], [0.003, 0.004], rtol=1e-5)
+
+
 class TestMoments:
     @pytest.mark.parametrize("mu", ["float32", "bfloat16"])
     @pytest.mark.parametrize("nu", ["float32", "bfloat16"])

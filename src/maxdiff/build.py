@@ -20,7 +20,7 @@ from maxdiff.checkpoint import Checkpoints, has_checkpoints, restore_latest
 from maxdiff.config import SECTIONS, Config, flat, load_config
 from maxdiff.diffusion.sampler_config import KEYS, sampler_name, with_zero_snr
 from maxdiff.draw import Draw, DrawConfig, draw_function
-from maxdiff.gradients import BATCH_AXES, gradient_function, outputs_function
+from maxdiff.gradients import BATCH_AXES, gradient_function, norm_function, outputs_function
 from maxdiff.health import Guard
 from maxdiff.metrics import METRICS, read_metrics
 from maxdiff.models.network import Network, Params, unflatten
@@ -311,7 +311,8 @@ def make_step(config: Config, layout: Layout, task: Task, optimizer: optax.Gradi
     gradients = gradient_function(task.losses, layout.mesh, trained_specs(layout, task), accumulation, update_specs,
                                   jnp.dtype(config.model.activations_dtype))  # fmt: skip
     ema = Ema(config.optimizer.ema_decay, True, config.optimizer.ema_start_step) if config.optimizer.use_ema else None
-    step = make_train_step(gradients, optimizer, ema, sharded, make_guard(config))
+    norm_of = norm_function(layout.mesh, update_specs or trained_specs(layout, task))
+    step = make_train_step(gradients, optimizer, ema, sharded, make_guard(config), norm_of)
     return jax.jit(step, donate_argnums=0, out_shardings=(state_shardings(abstract), None))
 
 

@@ -8,6 +8,7 @@ differentiated is their mean over the global batch, so splitting it, over device
 nothing but the order of a float32 sum. `constants` are what is not trained: frozen networks, the step's key.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -15,12 +16,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxdiff.models.network import Params
 from maxdiff.sharding import mesh_axes
-from maxdiff.torus import all_gather, crosses_slices, psum_scatter
+from maxdiff.torus import all_gather, crosses_slices, on_tpu, psum_scatter
 
 Batch = dict[str, jax.Array]
 Losses = Callable[[Params, Any, Batch], jax.Array]
@@ -30,6 +32,10 @@ SumsFunction = Callable[[Params, Any, Batch], dict[str, jax.Array]]
 
 # Mesh axes over which the examples of a batch are split.
 BATCH_AXES = ("data", "fsdp")
+# Gradients of so many numbers or fewer are small: biases, and scales of norms.
+SMALL = 2**14
+# Into so many parts larger ones are cut for their norm, to keep a whole GPU busy.
+PARTS = 1024
 
 
 def gradient_function(
@@ -56,25 +62,30 @@ def gradient_function(
     axes = _batch_axes(mesh)
     several = [axis for axis in axes if mesh.shape[axis] > 1]  # XLA does not leave out a sum over one device
 
-    def reduce(gradients: Params) -> Params:
+    def mean(examples: int, gradients: Params) -> Params:
         leaves, tree = jax.tree.flatten(gradients)
         splits = [_splits(spec, axes) for spec in jax.tree.leaves(split)]
         for axis, dims in _turns(splits, axes):
             scattered = psum_scatter([leaves[i] for i in dims], mesh, axis, list(dims.values()))
             for i, leaf in zip(dims, scattered, strict=True):
                 leaves[i] = leaf
-        for i, given in enumerate(splits):
-            if whole := tuple(axis for axis in several if axis not in {split for _, split in given}):
-                leaves[i] = lax.psum(leaves[i], whole)
+        joined = [] if on_tpu(mesh) else [i for i, leaf in enumerate(leaves) if not splits[i] and leaf.size <= SMALL]
+        for i in {*range(len(leaves))}.difference(joined):
+            whole = tuple(axis for axis in several if axis not in {split for _, split in splits[i]})
+            leaves[i] = (lax.psum(leaves[i], whole) if whole else leaves[i]) / examples
+        if joined:
+            small = [leaves[i] for i in joined]
+            vector = lax.psum(_join(small), several) if several else _join(small)
+            for i, leaf in zip(joined, _part(vector / examples, small), strict=True):
+                leaves[i] = leaf
         return tree.unflatten(leaves)
-
-    reduced = _on_tensor_axis(reduce, mesh, specs, split)
 
     def local(weights: Params, constants: Any, batch: Batch) -> tuple[jax.Array, Params]:
         examples = _examples(batch) * _shards(mesh)
         micro = {key: x.reshape(accumulation, -1, *x.shape[1:]) for key, x in batch.items()}
         loss, gradient = _accumulate(losses, weights, constants, micro, lambda tree: _laid(tree, specs, mesh))
-        return lax.psum(loss, axes) / examples, jax.tree.map(lambda g: g / examples, reduced(gradient))
+        reduced = _on_tensor_axis(functools.partial(mean, examples), mesh, specs, split)
+        return lax.psum(loss, axes) / examples, reduced(gradient)
 
     mapped = _on_each_device(local, mesh, specs, (PartitionSpec(), split), dtype)
 
@@ -104,6 +115,24 @@ def sums_function(measures: Measures, mesh: Mesh, specs: Params) -> SumsFunction
 
     function = _on_each_device(local, mesh, specs, PartitionSpec())
     return lambda params, constants, batch: function(params, constants, _checked(batch, mesh))
+
+
+def norm_function(mesh: Mesh, specs: Params) -> Callable[[Params], jax.Array]:
+    """gradient, split by `specs` -> its norm over all leaves, a float32 scalar that every device has."""
+    if on_tpu(mesh):  # which lay arrays out in tiles, so that reshaping moves them
+        return optax.tree.norm
+
+    def local(gradient: Params) -> jax.Array:
+        found: dict[tuple[str, ...], list[jax.Array]] = {}
+        for leaf, spec in zip(jax.tree.leaves(gradient), jax.tree.leaves(specs), strict=True):
+            axes = tuple(axis for entry in spec for axis in mesh_axes(entry) if mesh.shape[axis] > 1)
+            # The leaf itself, or the norms of parts of it.
+            rows = leaf if leaf.size <= SMALL else jnp.linalg.norm(leaf.reshape(math.gcd(leaf.size, PARTS), -1), axis=1)
+            found.setdefault(axes, []).append(rows)
+        sums = {axes: jnp.sum(jnp.square(_join(rows))) for axes, rows in found.items()}
+        return jnp.sqrt(sum(lax.psum(x, axes) if axes else x for axes, x in sums.items()))
+
+    return jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=PartitionSpec(), check_vma=False)
 
 
 def outputs_function(
@@ -158,6 +187,22 @@ def _on_each_device(
         # Gradients are taken wholly inside, so no collective is differentiated and nothing is to be checked.
         check_vma=False,
     )
+
+
+def _join(leaves: Sequence[jax.Array]) -> jax.Array:
+    """All numbers of these arrays in one vector.
+
+    Hundreds of small arrays, each treated alone, are hundreds of kernels on a GPU, which take longer to launch than to run.
+    Of the parts of one vector XLA treats those of one shape together.
+    """
+    # A barrier, as XLA would undo the joining.
+    return lax.optimization_barrier(jnp.concatenate([leaf.ravel() for leaf in leaves]))
+
+
+def _part(vector: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
+    """What `_join` joined, in arrays of these shapes."""
+    ends = itertools.accumulate(leaf.size for leaf in like)
+    return [vector[end - leaf.size : end].reshape(leaf.shape) for leaf, end in zip(like, ends, strict=True)]
 
 
 def _turns(splits: Sequence[Sequence[tuple[int, str]]], axes: Sequence[str]) -> list[tuple[str, dict[int, int]]]:

@@ -92,7 +92,7 @@ def make_optimizer(
     for dtype in moment_dtypes:
         _check_member("moment_dtype", dtype, _DTYPES)
     return optax.chain(
-        optax.clip_by_global_norm(max_grad_norm) if max_grad_norm is not None and max_grad_norm > 0 else optax.identity(),
+        _clip(max_grad_norm) if max_grad_norm is not None and max_grad_norm > 0 else optax.identity(),
         _OPTIMIZERS[name](betas, eps, moment_dtypes),
         optax.add_decayed_weights(weight_decay, None if decay_norms_and_biases else decay_mask),
         _scale_by_learning_rate(learning_rate),
@@ -142,6 +142,18 @@ def update_ema(ema: Tree, params: Tree, decay: jax.Array) -> Tree:
     """decay * ema + (1 - decay) * params, leaf by leaf, in the average's dtype (float32)."""
     # In this form a decay of 0 gives the parameters, and parameters at rest their own value, to the bit.
     return jax.tree.map(lambda e, p: p.astype(e.dtype) + decay.astype(e.dtype) * (e - p.astype(e.dtype)), ema, params)
+
+
+def _clip(max_norm: float) -> optax.GradientTransformationExtraArgs:
+    """Scale updates so that their global norm is at most this; `update` takes it as `norm` where it is known."""
+
+    def update(updates: Tree, state: Any, params: Tree = None, *, norm: jax.Array | None = None, **_: Any) -> tuple[Tree, Any]:
+        del params
+        norm = optax.tree.norm(updates) if norm is None else norm
+        factor = jnp.where(norm < max_norm, 1.0, max_norm / norm)
+        return jax.tree.map(lambda u: u * factor.astype(u.dtype), updates), state
+
+    return optax.GradientTransformationExtraArgs(optax.identity().init, update)
 
 
 def _scale_by_learning_rate(learning_rate: Schedule | Mapping[str, Schedule]) -> optax.GradientTransformation:

@@ -69,6 +69,7 @@ def make_train_step(
     ema: Ema | None,
     sharded: ShardedUpdate | None = None,
     guard: Guard | None = None,
+    norm_of: Callable[[Params], jax.Array] = optax.tree.norm,
 ) -> TrainStep:
     """train_step(state, constants, batch, seed_key) -> (state, metrics); jit it and donate the state.
 
@@ -77,7 +78,7 @@ def make_train_step(
     of the new state's health `skipped_steps` and `bad_batch`. Where loss or norm is not finite, the step and the batch
     count, and nothing else of the state changes.
     With `sharded` the new parameters are gathered once, at the end; without, every device of the data axis
-    makes the same update.
+    makes the same update. `norm_of` gives the norm of a gradient (`gradients.norm_function`).
     """
 
     def train_step(state: TrainState, constants: Params, batch: Batch, seed_key: jax.Array) -> tuple[TrainState, Metrics]:
@@ -85,9 +86,9 @@ def make_train_step(
         loss, gradient = gradients(state.params, {**constants, "key": key}, batch)
         # A slice of what each device has: nothing is sent.
         params: Any = state.params if sharded is None else lax.with_sharding_constraint(state.params, sharded.updates)
-        norm = optax.tree.norm(gradient)
+        norm = norm_of(gradient)
         good = is_good(loss, norm)
-        updates, opt_state = optimizer.update(gradient, state.opt_state, params)
+        updates, opt_state = optimizer.update(gradient, state.opt_state, params, norm=norm)
         step = state.step + 1
         # Chosen element by element, in the pass that makes the update.
         choose = lambda new, old: jax.tree.map(lambda n, o: jnp.where(good, n, o), new, old)
