@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from benchmarks import gpu, train_step
+from benchmarks import gpu, gpu_program, train_step
 from benchmarks.architectures import ARCHITECTURES
 from maxdiff.models import flops
 from maxdiff.weights.origins import open_origins
@@ -88,6 +88,37 @@ def test_a_wrong_override_is_said_before_anything_runs(override: str, capsys: py
     with pytest.raises(SystemExit):
         train_step.main(["--model", "sd15", override])
     assert override.partition("=")[0] in capsys.readouterr().err
+
+
+def test_a_programs_kernels_are_counted_with_what_they_move():
+    program = """HloModule step
+%fused (p: f32[4,8]) -> f32[4,8] {
+  ROOT %negate.1 = f32[4,8]{1,0} negate(%p)
+}
+
+ENTRY %main (x.1: f32[4,8], y.1: bf16[8]) -> (f32[4,8], bf16[]) {
+  %x.1 = f32[4,8]{1,0} parameter(0), metadata={op_name="x"}
+  %y.1 = bf16[8]{0} parameter(1)
+  %loop_select_fusion.3 = (f32[4,8]{1,0}, pred[4]{0}) fusion(%x.1, %y.1), kind=kLoop, calls=%fused
+  %get-tuple-element.1 = f32[4,8]{1,0} get-tuple-element(%loop_select_fusion.3), index=0
+  %pallas_call.2 = bf16[] custom-call(%get-tuple-element.1), metadata={op_name="jit(step)/jvp(layer_norm)/pallas_call"}
+  ROOT %tuple = (f32[4,8]{1,0}, bf16[]) tuple(%get-tuple-element.1, %pallas_call.2)
+}
+"""
+    assert list(gpu_program.launched(program)) == [("update", 128 + 4 + 128 + 16), ("norms and sums", 2 + 128)]
+
+
+@pytest.mark.parametrize(("override", "said"), [("remat=some", "remat"), ("remat=full", "pip install -e '.[cuda]'")])
+def test_a_gpus_program_needs_its_compiler(
+    override: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+):
+    def absent(**_: str) -> None:
+        raise RuntimeError("topology not implemented for cuda")  # as jax says it
+
+    monkeypatch.setattr(gpu_program.topologies, "get_topology_desc", absent)
+    with pytest.raises(SystemExit):
+        gpu_program.main(["--batch", "1", override])
+    assert said in capsys.readouterr().err
 
 
 def test_each_model_has_a_configuration():
