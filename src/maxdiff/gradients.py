@@ -69,14 +69,15 @@ def gradient_function(
             scattered = psum_scatter([leaves[i] for i in dims], mesh, axis, list(dims.values()))
             for i, leaf in zip(dims, scattered, strict=True):
                 leaves[i] = leaf
-        joined = [] if on_tpu(mesh) else [i for i, leaf in enumerate(leaves) if not splits[i] and leaf.size <= SMALL]
-        for i in {*range(len(leaves))}.difference(joined):
+        small = [] if on_tpu(mesh) else [i for i, leaf in enumerate(leaves) if not splits[i] and leaf.size <= SMALL]
+        for i, leaf in enumerate(leaves):
             whole = tuple(axis for axis in several if axis not in {split for _, split in splits[i]})
-            leaves[i] = (lax.psum(leaves[i], whole) if whole else leaves[i]) / examples
-        if joined:
-            small = [leaves[i] for i in joined]
-            vector = lax.psum(_join(small), several) if several else _join(small)
-            for i, leaf in zip(joined, _part(vector / examples, small), strict=True):
+            if i not in small:
+                leaves[i] = (lax.psum(leaf, whole) if whole else leaf) / examples
+        if small:
+            alone = [leaves[i] for i in small]
+            vector = lax.psum(_join(alone), several) if several else _join(alone)
+            for i, leaf in zip(small, _part(vector / examples, alone), strict=True):
                 leaves[i] = leaf
         return tree.unflatten(leaves)
 
