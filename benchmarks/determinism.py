@@ -22,6 +22,7 @@ from typing import Any
 import jax
 
 sys.path.insert(0, str(Path(__file__).parent))
+from report import parse
 from train_step import configuration, prepare
 
 from maxdiff.checksums import checksums, named
@@ -53,8 +54,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--batch", type=int, default=4, help="images a device")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--one", choices=["true", "false"], help="one process alone: prints what came of it")
-    overrides = [argument for argument in argv if "=" in argument and not argument.startswith("-")]
-    args = parser.parse_args([argument for argument in argv if argument not in overrides])
+    args, overrides = parse(parser, argv)
     if args.one:
         keys = ["learning_rate=1e-4", *overrides, f"deterministic={args.one}"]
         print(json.dumps(one(configuration(args.model, args.resolution, args.batch, keys), args.steps)))

@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import jax
 from jax.experimental import topologies
 from kernels import kind_of
+from report import parse
 from train_step import CONFIGS, configuration
 
 from maxdiff import aot
@@ -103,8 +104,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--model", default="sd15", choices=CONFIGS)
     parser.add_argument("--resolution", type=int, default=512, help="side of the images, pixels")
     parser.add_argument("--batch", type=int, default=16, help="images")
-    overrides = [argument for argument in argv if "=" in argument and not argument.startswith("-")]
-    args = parser.parse_args([argument for argument in argv if argument not in overrides])
+    args, overrides = parse(parser, argv)
     case = {"model": args.model, "resolution": args.resolution, "batch": args.batch, "overrides": overrides}
     try:
         config = configuration(args.model, args.resolution, args.batch, overrides)

@@ -1,7 +1,15 @@
-"""How benchmarks of several cases report: a line of progress after each."""
+"""What benchmarks have in common: a line of progress after each case, and key=value arguments beside options."""
 
+import argparse
 import sys
 import time
+from collections.abc import Sequence
+
+
+def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """(what the parser makes of the rest, key=value arguments)."""
+    overrides = [argument for argument in argv if "=" in argument and not argument.startswith("-")]
+    return parser.parse_args([argument for argument in argv if argument not in overrides]), overrides
 
 
 def progress(number: int, total: int, name: str, started: float) -> None:

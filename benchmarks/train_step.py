@@ -43,6 +43,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent))
 from architectures import ARCHITECTURES
 from kernels import profile
+from report import parse
 
 from maxdiff import aot, build
 from maxdiff.accelerators import make_deterministic, peak_flops
@@ -238,8 +239,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--steps", type=int, default=20, help="steps timed, in windows of a fifth of them")
     parser.add_argument("--cached", action="store_true", help="latents and text states come from a cache")
     parser.add_argument("--profile", action="store_true", help="GPU time by kind of kernel, and the share in which none ran")
-    overrides = [argument for argument in argv if "=" in argument and not argument.startswith("-")]
-    args = parser.parse_args([argument for argument in argv if argument not in overrides])
+    args, overrides = parse(parser, argv)
     flags = ["--profile"] if args.profile else []
     overrides += ["cache_latents_text_encoder_outputs=true"] if args.cached else []
     cases = list(itertools.product(args.model, args.resolution, args.batch))

@@ -308,10 +308,10 @@ def make_step(config: Config, layout: Layout, task: Task, optimizer: optax.Gradi
         update_specs: Params | None = {name: unflatten(layout.update_specs(n).items()) for name, n in networks.items()}
         sharded = ShardedUpdate({name: layout.shardings(n) for name, n in networks.items()},
                                 {name: layout.update_shardings(n) for name, n in networks.items()})  # fmt: skip
-    gradients = gradient_function(task.losses, layout.mesh, trained_specs(layout, task), accumulation, update_specs,
-                                  jnp.dtype(config.model.activations_dtype))  # fmt: skip
+    specs, dtype = trained_specs(layout, task), jnp.dtype(config.model.activations_dtype)
+    gradients = gradient_function(task.losses, layout.mesh, specs, accumulation, update_specs, dtype)
     ema = Ema(config.optimizer.ema_decay, True, config.optimizer.ema_start_step) if config.optimizer.use_ema else None
-    norm_of = norm_function(layout.mesh, update_specs or trained_specs(layout, task))
+    norm_of = norm_function(layout.mesh, update_specs or specs)
     step = make_train_step(gradients, optimizer, ema, sharded, make_guard(config), norm_of)
     return jax.jit(step, donate_argnums=0, out_shardings=(state_shardings(abstract), None))
 
