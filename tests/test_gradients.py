@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks import parity
 from maxdiff.gradients import gradient_function, norm_function, sums_function
+from maxdiff.models import fused
 from maxdiff.models.layers import Compute
 from maxdiff.models.network import Network, Params, flatten, unflatten
 from maxdiff.models.unet import UNet2DConditionModel, UNetConfig
@@ -46,22 +47,24 @@ def losses(compute: Compute | None = None):
     def function(params: Params, constants: Any, batch: dict[str, Any]) -> jax.Array:
         del constants
         out = apply(params, batch["sample"], batch["timesteps"], batch["encoder_hidden_states"])
-        return jnp.mean(jnp.square(out - batch["target"]), axis=(1, 2, 3))
+        return jnp.mean(jnp.square(out.astype(jnp.float32) - batch["target"]), axis=(1, 2, 3))
 
     return function
 
 
-def compile_on(sizes: tuple[int, int, int], accumulation: int, sharded: bool):
+def compile_on(
+    sizes: tuple[int, int, int], accumulation: int, sharded: bool, compute: Compute | None = None, turned: Any = None
+):
     """The compiled gradient on a mesh, its inputs placed there, and the shardings that it is to have."""
     mesh = make_mesh(AXES, dict(zip(AXES, sizes, strict=True)), {})
     layout = Layout(mesh, RULES)
     specs = unflatten(layout.specs(network()).items())
-    compute = Compute(constrain=layout.constrain) if sizes[2] > 1 else Compute()
+    compute = compute or (Compute(constrain=layout.constrain) if sizes[2] > 1 else Compute())
     params, batch = inputs()
     params = jax.device_put(params, layout.shardings(network()))
     batch = jax.device_put(batch, NamedSharding(mesh, P(("data", "fsdp"))))
     update_specs = unflatten(layout.update_specs(network()).items()) if sharded else None
-    gradients = gradient_function(losses(compute), mesh, specs, accumulation, update_specs)
+    gradients = gradient_function(losses(compute), mesh, specs, accumulation, update_specs, compute.dtype, turned)
     expected = layout.update_shardings(network()) if sharded else layout.shardings(network())
     return jax.jit(gradients).lower(params, {}, batch).compile(), params, batch, dict(flatten(expected))
 
@@ -88,6 +91,38 @@ def test_loss_and_gradients_are_those_of_one_device(sizes, accumulation: int, sh
         assert np.linalg.norm(g - expected[1][path]) <= 1e-5 * max(np.linalg.norm(expected[1][path]), 1e-2 * largest), path
     if sizes == (2, 4, 1):
         check_collectives(compiled.as_text())
+
+
+@pytest.mark.parametrize(("sizes", "sharded"), [((2, 4, 1), False), ((8, 1, 1), True), ((8, 1, 1), False)])
+def test_what_is_scattered_is_turned_after(monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, int, int], sharded: bool):
+    """In float32, and not before; what is whole on every device is turned in bfloat16. Gradients are the same."""
+    turned = []
+
+    def spy(gradient: jax.Array) -> jax.Array:
+        turned.append((gradient.shape, gradient.dtype))
+        return laid(gradient)
+
+    laid = fused.turned
+    for name, value in (("INTERPRET", True), ("TILE", 4), ("turned", spy)):
+        monkeypatch.setattr(fused, name, value)
+
+    def gradient(kernels: Any) -> Any:
+        compute = Compute(dtype=jnp.bfloat16, fused=kernels)
+        compiled, params, batch, _ = compile_on(sizes, 1, sharded, compute, fused.turned if kernels else None)
+        return compiled(params, {}, batch)[1]
+
+    ours = gradient(fused)
+    for (path, a), b in zip(flatten(ours), jax.tree.leaves(gradient(None)), strict=True):
+        assert np.linalg.norm(a - b) <= 0.1 * np.linalg.norm(b) + 1e-5, path  # bfloat16; else some 1.4
+    mesh = next(iter(jax.tree.leaves(ours))).sharding.mesh
+    specs = Layout(mesh, RULES).update_specs(network()) if sharded else Layout(mesh, RULES).specs(network())
+    shapes = {path: (spec.shape, specs[path]) for path, spec in network().specs.items()}
+    parts = sizes[0] if sharded else sizes[1]
+    last = [shape for shape, spec in shapes.values() if len(shape) > 1 and len(spec) == len(shape) and spec[-1]]
+    whole = [shape for shape, spec in shapes.values() if len(shape) == 4 and not any(spec)]
+    expected = [((*shape[:-1], shape[-1] // parts), jnp.float32) for shape in last] + [(shape, jnp.bfloat16) for shape in whole]
+    assert sorted(map(str, turned)) == sorted(str((shape, jnp.dtype(dtype))) for shape, dtype in expected)
+    assert (len(last) > 0) == (sharded or sizes[1] > 1)
 
 
 def check_collectives(hlo: str):

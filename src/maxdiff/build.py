@@ -32,7 +32,7 @@ from maxdiff.profiler import Profiler
 from maxdiff.sharding import Layout, make_mesh
 from maxdiff.state import TrainState, abstract_state, make_state, state_shardings
 from maxdiff.step import Ema, ShardedUpdate, make_train_step
-from maxdiff.task import Task
+from maxdiff.task import Task, fused_kernels
 from maxdiff.watch import Watch
 
 # Programs of a bucket each, which take gigabytes in the making.
@@ -309,7 +309,9 @@ def make_step(config: Config, layout: Layout, task: Task, optimizer: optax.Gradi
         sharded = ShardedUpdate({name: layout.shardings(n) for name, n in networks.items()},
                                 {name: layout.update_shardings(n) for name, n in networks.items()})  # fmt: skip
     specs, dtype = trained_specs(layout, task), jnp.dtype(config.model.activations_dtype)
-    gradients = gradient_function(task.losses, layout.mesh, specs, accumulation, update_specs, dtype)
+    kernels = fused_kernels(config.model.norms, layout.mesh)
+    turned = kernels.turned if kernels else None
+    gradients = gradient_function(task.losses, layout.mesh, specs, accumulation, update_specs, dtype, turned)
     ema = Ema(config.optimizer.ema_decay, True, config.optimizer.ema_start_step) if config.optimizer.use_ema else None
     norm_of = norm_function(layout.mesh, update_specs or specs)
     step = make_train_step(gradients, optimizer, ema, sharded, make_guard(config), norm_of)

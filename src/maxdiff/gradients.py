@@ -40,7 +40,7 @@ PARTS = 1024
 
 def gradient_function(
     losses: Losses, mesh: Mesh, specs: Params, accumulation: int = 1, update_specs: Params | None = None,
-    dtype: Any = None,
+    dtype: Any = None, turned: Callable[[jax.Array], jax.Array] | None = None,
 ) -> GradientFunction:  # fmt: skip
     """(params, constants, batch) -> (mean loss, its gradient, float32 and split by `update_specs`).
 
@@ -54,21 +54,26 @@ def gradient_function(
         update_specs: the PartitionSpec of every parameter's gradient; by default that of the parameter.
         dtype: in which networks use parameters of two dimensions or more: in it they are gathered, if it is smaller; vectors,
             those of norms among them, stay what they are.
+        turned: lays gradients [... c] in memory that are scattered along c, which GPUs do with c outermost (`fused.turned`).
 
     Raises:
         ValueError: when called, for a batch that does not divide into devices and micro-batches.
     """
     split = specs if update_specs is None else update_specs
     axes = _batch_axes(mesh)
+    splits = [_splits(spec, axes) for spec in jax.tree.leaves(split)]
     several = [axis for axis in axes if mesh.shape[axis] > 1]  # XLA does not leave out a sum over one device
 
     def mean(examples: int, gradients: Params) -> Params:
         leaves, tree = jax.tree.flatten(gradients)
-        splits = [_splits(spec, axes) for spec in jax.tree.leaves(split)]
         for axis, dims in _turns(splits, axes):
             scattered = psum_scatter([leaves[i] for i in dims], mesh, axis, list(dims.values()))
             for i, leaf in zip(dims, scattered, strict=True):
                 leaves[i] = leaf
+        if turned is not None:
+            for i, leaf in enumerate(leaves):
+                if leaf.ndim > 1 and any(dim == leaf.ndim - 1 for dim, _ in splits[i]):
+                    leaves[i] = turned(leaf)
         small = [] if on_tpu(mesh) else [i for i, leaf in enumerate(leaves) if not splits[i] and leaf.size <= SMALL]
         for i, leaf in enumerate(leaves):
             whole = tuple(axis for axis in several if axis not in {split for _, split in splits[i]})
@@ -83,6 +88,9 @@ def gradient_function(
 
     def local(weights: Params, constants: Any, batch: Batch) -> tuple[jax.Array, Params]:
         examples = _examples(batch) * _shards(mesh)
+        if turned is not None:  # else their own gradients would lay them so, before they are scattered
+            leaves, tree = jax.tree.flatten(weights)
+            weights = tree.unflatten(_cast(leaves, splits, dtype))
         micro = {key: x.reshape(accumulation, -1, *x.shape[1:]) for key, x in batch.items()}
         loss, gradient = _accumulate(losses, weights, constants, micro, lambda tree: _laid(tree, specs, mesh))
         reduced = _on_tensor_axis(functools.partial(mean, examples), mesh, specs, split)
@@ -165,9 +173,7 @@ def _on_each_device(
     def gather(params: Params) -> Params:
         leaves, tree = jax.tree.flatten(params)
         splits = [_splits(spec, axes) for spec in jax.tree.leaves(specs)]
-        for i, (p, given) in enumerate(zip(leaves, splits, strict=True)):
-            if p.ndim > 1 and given and dtype is not None and jnp.dtype(dtype).itemsize < p.dtype.itemsize:
-                leaves[i] = p.astype(dtype)
+        leaves = _cast(leaves, splits, dtype)
         for axis, dims in reversed(_turns(splits, axes)):
             if crosses_slices(mesh, axis):  # within a slice TPUs have an operation for them as they are
                 gathered = all_gather([leaves[i] for i in dims], mesh, axis, list(dims.values()))
@@ -204,6 +210,12 @@ def _part(vector: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
     """What `_join` joined, in arrays of these shapes."""
     ends = itertools.accumulate(leaf.size for leaf in like)
     return [vector[end - leaf.size : end].reshape(leaf.shape) for leaf, end in zip(like, ends, strict=True)]
+
+
+def _cast(leaves: Sequence[jax.Array], splits: Sequence[Any], dtype: Any) -> list[jax.Array]:
+    """Those of two dimensions or more that are split, in `dtype`, if that is smaller; others as they are."""
+    smaller = lambda p: dtype is not None and p.ndim > 1 and jnp.dtype(dtype).itemsize < p.dtype.itemsize
+    return [p.astype(dtype) if given and smaller(p) else p for p, given in zip(leaves, splits, strict=True)]
 
 
 def _turns(splits: Sequence[Sequence[tuple[int, str]]], axes: Sequence[str]) -> list[tuple[str, dict[int, int]]]:

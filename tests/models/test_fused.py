@@ -123,6 +123,16 @@ def test_kernels_lower_for_a_gpu(width: int):
         assert lowered.as_text().count("__gpu$xla.gpu.triton") >= 1
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("shape", [(3, 3, 64, 160), (100, 72), (1, 1, 64, 64)])
+def test_a_turned_gradient_is_the_same(interpreted, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], dtype: Any):
+    gradient = jnp.asarray(np.random.default_rng(6).standard_normal(shape), dtype)
+    assert np.array_equal(fused.turned(gradient), gradient)
+    monkeypatch.setattr(fused, "INTERPRET", False)
+    lowered = jax.jit(fused.turned).trace(gradient).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("__gpu$xla.gpu.triton") == 1
+
+
 @pytest.mark.parametrize(("shape", "dtype"), [((2, 4, 64), jnp.float32), ((2, 64), jnp.bfloat16), ((2, 4, 32), jnp.bfloat16)])
 def test_other_activations_are_left_to_xla(shape: tuple[int, ...], dtype: Any):
     assert not fused.takes(jnp.zeros(shape, dtype))

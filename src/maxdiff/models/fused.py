@@ -222,34 +222,38 @@ add_to_channels.defvjp(lambda x, vector: (add_to_channels(x, vector), vector), _
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def cast(kernel: jax.Array, dtype: Any) -> jax.Array:
-    """A convolution's kernel [h w in out] in another dtype.
-
-    Its gradient comes from cuDNN as [out h w in]. XLA would make the whole update of parameter and moments a transposition,
-    which takes four times as long, and copy its results; so it is turned before, in `dtype`.
-    """
+    """A convolution's kernel [h w in out] in another dtype, in which its gradient, cuDNN's [out h w in], is `turned`."""
     return kernel.astype(dtype)
 
 
 def _cast_backward(_: Any, like: jax.Array, gradient: jax.Array) -> Any:
-    rows = jnp.moveaxis(gradient, 3, 0).reshape(gradient.shape[3], -1)
-    if not any(size % TILE for size in rows.shape):
-        gradient = _transposed(rows).reshape(gradient.shape)
-    return (gradient.astype(like.dtype),)
+    return (turned(gradient).astype(like.dtype),)
 
 
 cast.defvjp(lambda kernel, dtype: (kernel.astype(dtype), jnp.zeros((), kernel.dtype)), _cast_backward)
 
 
+def turned(gradient: jax.Array) -> jax.Array:
+    """A gradient [... c] that lies in memory as [c ...], laid as its parameter is.
+
+    XLA would make the whole update of parameter and moments a transposition, which takes four times as long, and copy its
+    results.
+    """
+    rows = jnp.moveaxis(gradient, -1, 0).reshape(gradient.shape[-1], -1)
+    return _transposed(rows).reshape(gradient.shape) if min(rows.shape) >= TILE else gradient
+
+
 def _transposed(x: jax.Array) -> jax.Array:
-    """[m n] -> [n m], both multiples of TILE."""
+    """[m n] -> [n m]."""
     m, n = x.shape
 
     def kernel(x_ref: Any, y_ref: Any) -> None:
         rows, columns = (pl.program_id(i) * TILE + jnp.arange(TILE) for i in range(2))
-        block = plgpu.load(x_ref.at[rows[:, None], columns[None]])
-        plgpu.store(y_ref.at[columns[:, None], rows[None]], block.T)
+        inside = lambda y, x: (y < m) & (x < n) if m % TILE or n % TILE else None
+        block = plgpu.load(x_ref.at[rows[:, None], columns[None]], mask=inside(rows[:, None], columns[None]))
+        plgpu.store(y_ref.at[columns[:, None], rows[None]], block.T, mask=inside(rows[None], columns[:, None]))
 
-    return _call("turned_gradient", kernel, (m // TILE, n // TILE), jax.ShapeDtypeStruct((n, m), x.dtype))(x)
+    return _call("turned_gradient", kernel, (pl.cdiv(m, TILE), pl.cdiv(n, TILE)), jax.ShapeDtypeStruct((n, m), x.dtype))(x)
 
 
 def _sums(

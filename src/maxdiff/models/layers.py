@@ -80,7 +80,9 @@ class Compute:
     def weight(self, parameter: nnx.Param) -> jax.Array:
         """The parameter as it enters a product."""
         whole = parameter.get_value()
-        return self.fused.cast(whole, self.dtype) if self.fused and whole.ndim == 4 else whole.astype(self.dtype)
+        if self.fused and whole.ndim == 4 and whole.dtype != self.dtype:
+            return self.fused.cast(whole, self.dtype)
+        return whole.astype(self.dtype)
 
     def add(self, x: jax.Array, bias: nnx.Param | None) -> jax.Array:
         """x [... c] plus a parameter [c], if there is one."""
