@@ -1,11 +1,13 @@
-"""What XLA makes of a training step for an NVIDIA H200, compiled where there is none, and the least that it can take.
+"""What XLA makes of a training step for NVIDIA H200s, compiled where there is none, and the least that it can take.
 
     pip install -e '.[cuda]'
     python benchmarks/gpu_program.py --model sd2 --batch 4 use_ema=false [cache_latents_text_encoder_outputs=true]
+    python benchmarks/gpu_program.py --gpus 2 ici_fsdp_parallelism=2
 
 key=value is as for train.py. A minute or two, and 3 GB of memory. XLA chooses kernels for products without timing them, so
-that these are others than on the GPU; the rest is the same program. A line of JSON:
+that these are others than on the GPU; the rest is the same program. A line of JSON, of one of the GPUs:
   * operations: kernels and library calls that a step launches; gib: what they read and write, if each moves an array once.
+  * memory_gib: of the state, and what the step needs besides.
   * kinds: by kind (see kernels.py), [operations, GiB, least ms]: by the card's memory bandwidth, or of products and
     convolutions by its bfloat16 peak, if that takes longer.
 """
@@ -80,19 +82,21 @@ def measure(config: Config, devices: Sequence[Any]) -> dict[str, Any]:
     step = aot.prepare(config, devices)
     lowered = step.lower()
     started = time.perf_counter()
-    program = lowered.compile({"xla_gpu_autotune_level": 0}).as_text()
+    compiled = lowered.compile({"xla_gpu_autotune_level": 0})
+    program, memory = compiled.as_text(), compiled.memory_analysis()
     seconds = time.perf_counter() - started
     operations, sizes = collections.Counter(), collections.Counter()
     for kind, size in launched(program):
         operations[kind] += 1
         sizes[kind] += size
-    cached, batch = config.data.cache_latents_text_encoder_outputs, step.config.batch.global_batch_size
+    cached, batch = config.data.cache_latents_text_encoder_outputs, step.config.batch.global_batch_size / len(devices)
     task, side = step.task, config.data.resolution
     arithmetic = flops.training(task.networks, list(task.trained), side, has_latents=cached, has_text=cached)._asdict()
     least = {kind: max(size / BANDWIDTH, batch * arithmetic.get(kind, 0) / GPU_FLOPS[NAME]) for kind, size in sizes.items()}
     return {
         "device": NAME, "jax": jax.__version__, "compile_s": round(seconds, 1), "operations": operations.total(),
         "gib": round(sizes.total() / 2**30, 2),
+        "memory_gib": round((memory.argument_size_in_bytes + memory.temp_size_in_bytes) / 2**30, 2),
         "kinds": {kind: [operations[kind], round(size / 2**30, 2), round(1e3 * least[kind], 2)]
                   for kind, size in sizes.most_common()},
     }  # fmt: skip
@@ -103,19 +107,22 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="sd15", choices=CONFIGS)
     parser.add_argument("--resolution", type=int, default=512, help="side of the images, pixels")
-    parser.add_argument("--batch", type=int, default=16, help="images")
+    parser.add_argument("--batch", type=int, default=16, help="images a GPU")
+    parser.add_argument("--gpus", type=int, default=1, help="of one host")
     args, overrides = parse(parser, argv)
-    case = {"model": args.model, "resolution": args.resolution, "batch": args.batch, "overrides": overrides}
-    try:
-        config = configuration(args.model, args.resolution, args.batch, overrides)
-    except ValueError as error:
-        parser.error(str(error))
+    case = {"model": args.model, "resolution": args.resolution, "batch": args.batch, "gpus": args.gpus, "overrides": overrides}
+    if args.gpus < 1:
+        parser.error(f"--gpus={args.gpus} must be at least 1")
     jax.config.update("jax_platforms", "cpu")  # no GPU is looked for
     try:
-        devices = topologies.get_topology_desc(platform="cuda", target_config=TARGET, topology="1x1x1").devices
-    except RuntimeError as error:
-        parser.error(f"JAX has no compiler for NVIDIA GPUs here ({error}); pip install -e '.[cuda]' brings it")
-    print(json.dumps(case | measure(config, devices)))
+        config = configuration(args.model, args.resolution, args.batch, overrides)
+        try:
+            devices = topologies.get_topology_desc(platform="cuda", target_config=TARGET, topology=f"1x1x{args.gpus}").devices
+        except RuntimeError as error:
+            parser.error(f"JAX has no compiler for NVIDIA GPUs here ({error}); pip install -e '.[cuda]' brings it")
+        print(json.dumps(case | measure(config, devices)))
+    except ValueError as error:
+        parser.error(str(error))
     return 0
 
 

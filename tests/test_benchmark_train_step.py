@@ -108,16 +108,18 @@ ENTRY %main (x.1: f32[4,8], y.1: bf16[8]) -> (f32[4,8], bf16[]) {
     assert list(gpu_program.launched(program)) == [("update", 128 + 4 + 128 + 16), ("norms and sums", 2 + 128)]
 
 
-@pytest.mark.parametrize(("override", "said"), [("remat=some", "remat"), ("remat=full", "pip install -e '.[cuda]'")])
+@pytest.mark.parametrize(("given", "said"), [
+    (["remat=some"], "remat"), (["remat=full"], "pip install -e '.[cuda]'"), (["--gpus", "0"], "--gpus=0 must be at least 1"),
+])  # fmt: skip
 def test_a_gpus_program_needs_its_compiler(
-    override: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    given: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ):
     def absent(**_: str) -> None:
         raise RuntimeError("topology not implemented for cuda")  # as jax says it
 
     monkeypatch.setattr(gpu_program.topologies, "get_topology_desc", absent)
     with pytest.raises(SystemExit):
-        gpu_program.main(["--batch", "1", override])
+        gpu_program.main(["--batch", "1", *given])
     assert said in capsys.readouterr().err
 
 
