@@ -7,9 +7,9 @@
 key=value is as for train.py. A minute or two, and 3 GB of memory. XLA chooses kernels for products without timing them, so
 that these are others than on the GPU; the rest is the same program. A line of JSON, of one of the GPUs:
   * operations: kernels and library calls that a step launches; gib: what they read and write, if each moves an array once.
-  * memory_gib: of the state, and what the step needs besides.
+  * memory_gib: of what the step is given (state, batch, constants), and of what it needs besides.
   * kinds: by kind (see kernels.py), [operations, GiB, least ms]: by the card's memory bandwidth, or of products and
-    convolutions by its bfloat16 peak, if that takes longer.
+    convolutions by its bfloat16 peak, if that takes longer; null for what is sent from GPU to GPU.
 """
 
 import argparse
@@ -32,7 +32,6 @@ from train_step import CONFIGS, configuration
 
 from maxdiff import aot
 from maxdiff.accelerators import GPU_FLOPS
-from maxdiff.config import Config
 from maxdiff.models import flops
 
 NAME, BANDWIDTH = "NVIDIA H200", 4.8e12  # bytes/s, as its data sheet has it
@@ -64,11 +63,14 @@ def launched(program: str) -> Iterator[tuple[str, int]]:
     for line in program[program.index("\nENTRY ") :].splitlines():
         if not (found := INSTRUCTION.match(line)):
             continue
-        sizes[found["name"]] = size_of(found["shape"])
-        if found["opcode"] not in NOTHING:
+        operands = sum(sizes.get(name, 0) for name in re.findall(r"%([\w.-]+)", found["operands"]))
+        # What is begun here and done elsewhere counts there, with what it was given.
+        begun = found["opcode"].endswith("-start")
+        sizes[found["name"]] = operands if begun else size_of(found["shape"])
+        if found["opcode"] not in NOTHING and not begun:
             operation = re.search(r'op_name="([^"]*)"', line)
             kind = kind_of(found["name"] + (operation[1] if operation and "pallas" in operation[1] else ""))
-            yield kind, sizes[found["name"]] + sum(sizes.get(name, 0) for name in re.findall(r"%([\w.-]+)", found["operands"]))
+            yield kind, sizes[found["name"]] + operands
 
 
 def size_of(shape: str) -> int:
@@ -77,9 +79,8 @@ def size_of(shape: str) -> int:
     return sum(WIDTHS.get(dtype, 0) * math.prod(map(int, filter(None, dims.split(",")))) for dtype, dims in arrays)
 
 
-def measure(config: Config, devices: Sequence[Any]) -> dict[str, Any]:
+def measure(step: aot.Step, gpus: int) -> dict[str, Any]:
     """Of the step's program: how long it took to compile, and what it does."""
-    step = aot.prepare(config, devices)
     lowered = step.lower()
     started = time.perf_counter()
     compiled = lowered.compile({"xla_gpu_autotune_level": 0})
@@ -89,16 +90,18 @@ def measure(config: Config, devices: Sequence[Any]) -> dict[str, Any]:
     for kind, size in launched(program):
         operations[kind] += 1
         sizes[kind] += size
-    cached, batch = config.data.cache_latents_text_encoder_outputs, step.config.batch.global_batch_size / len(devices)
-    task, side = step.task, config.data.resolution
-    arithmetic = flops.training(task.networks, list(task.trained), side, has_latents=cached, has_text=cached)._asdict()
-    least = {kind: max(size / BANDWIDTH, batch * arithmetic.get(kind, 0) / GPU_FLOPS[NAME]) for kind, size in sizes.items()}
+    task, data, batch = step.task, step.config.data, step.config.batch.global_batch_size / gpus
+    cached = data.cache_latents_text_encoder_outputs
+    arithmetic = flops.training(
+        task.networks, list(task.trained), data.resolution, has_latents=cached, has_text=cached
+    )._asdict()
+    seconds_of = lambda kind, size: max(size / BANDWIDTH, batch * arithmetic.get(kind, 0) / GPU_FLOPS[NAME])
+    least = {kind: None if kind == "communication" else round(1e3 * seconds_of(kind, size), 2) for kind, size in sizes.items()}
     return {
         "device": NAME, "jax": jax.__version__, "compile_s": round(seconds, 1), "operations": operations.total(),
         "gib": round(sizes.total() / 2**30, 2),
         "memory_gib": round((memory.argument_size_in_bytes + memory.temp_size_in_bytes) / 2**30, 2),
-        "kinds": {kind: [operations[kind], round(size / 2**30, 2), round(1e3 * least[kind], 2)]
-                  for kind, size in sizes.most_common()},
+        "kinds": {kind: [operations[kind], round(size / 2**30, 2), least[kind]] for kind, size in sizes.most_common()},
     }  # fmt: skip
 
 
@@ -116,13 +119,15 @@ def main(argv: Sequence[str]) -> int:
     jax.config.update("jax_platforms", "cpu")  # no GPU is looked for
     try:
         config = configuration(args.model, args.resolution, args.batch, overrides)
-        try:
-            devices = topologies.get_topology_desc(platform="cuda", target_config=TARGET, topology=f"1x1x{args.gpus}").devices
-        except RuntimeError as error:
-            parser.error(f"JAX has no compiler for NVIDIA GPUs here ({error}); pip install -e '.[cuda]' brings it")
-        print(json.dumps(case | measure(config, devices)))
+        devices = topologies.get_topology_desc(platform="cuda", target_config=TARGET, topology=f"1x1x{args.gpus}").devices
+        step = aot.prepare(config, devices)
     except ValueError as error:
         parser.error(str(error))
+    except RuntimeError as error:
+        parser.error(f"JAX has no compiler for NVIDIA GPUs here ({error}); pip install -e '.[cuda]' brings it")
+    if step.accumulation > 1:  # of which the program has a loop
+        parser.error(f"a step of {step.accumulation} micro-batches is not counted (allowed: 1, by global_batch_size)")
+    print(json.dumps(case | measure(step, args.gpus)))
     return 0
 
 

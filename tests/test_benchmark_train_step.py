@@ -102,10 +102,14 @@ ENTRY %main (x.1: f32[4,8], y.1: bf16[8]) -> (f32[4,8], bf16[]) {
   %loop_select_fusion.3 = (f32[4,8]{1,0}, pred[4]{0}) fusion(%x.1, %y.1), kind=kLoop, calls=%fused
   %get-tuple-element.1 = f32[4,8]{1,0} get-tuple-element(%loop_select_fusion.3), index=0
   %pallas_call.2 = bf16[] custom-call(%get-tuple-element.1), metadata={op_name="jit(step)/jvp(layer_norm)/pallas_call"}
+  %all-gather-start.1 = ((f32[4,8]{1,0}), f32[8,8]{1,0}) all-gather-start(%get-tuple-element.1), channel_id=1
+  %all-gather-done.1 = f32[8,8]{1,0} all-gather-done(%all-gather-start.1)
   ROOT %tuple = (f32[4,8]{1,0}, bf16[]) tuple(%get-tuple-element.1, %pallas_call.2)
 }
 """
-    assert list(gpu_program.launched(program)) == [("update", 128 + 4 + 128 + 16), ("norms and sums", 2 + 128)]
+    assert list(gpu_program.launched(program)) == [
+        ("update", 128 + 4 + 128 + 16), ("norms and sums", 2 + 128), ("communication", 256 + 128),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("given", "said"), [

@@ -1,4 +1,6 @@
 import re
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -9,12 +11,14 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks import parity
+from maxdiff import build
 from maxdiff.gradients import gradient_function, norm_function, sums_function
-from maxdiff.models import fused
 from maxdiff.models.layers import Compute
 from maxdiff.models.network import Network, Params, flatten, unflatten
 from maxdiff.models.unet import UNet2DConditionModel, UNetConfig
 from maxdiff.sharding import Layout, make_mesh
+from tests.observe import small_task
+from tests.test_runs import configuration
 from tests.test_sharding import AXES, MAXDIFFUSION_RULES
 from tests.tiny import tiny, tiny_batch, tiny_losses, tiny_params
 
@@ -47,7 +51,7 @@ def losses(compute: Compute | None = None):
     def function(params: Params, constants: Any, batch: dict[str, Any]) -> jax.Array:
         del constants
         out = apply(params, batch["sample"], batch["timesteps"], batch["encoder_hidden_states"])
-        return jnp.mean(jnp.square(out.astype(jnp.float32) - batch["target"]), axis=(1, 2, 3))
+        return jnp.mean(jnp.square(out - batch["target"]), axis=(1, 2, 3))
 
     return function
 
@@ -59,12 +63,12 @@ def compile_on(
     mesh = make_mesh(AXES, dict(zip(AXES, sizes, strict=True)), {})
     layout = Layout(mesh, RULES)
     specs = unflatten(layout.specs(network()).items())
-    compute = compute or (Compute(constrain=layout.constrain) if sizes[2] > 1 else Compute())
+    compute = Compute(constrain=layout.constrain) if sizes[2] > 1 else Compute()
     params, batch = inputs()
     params = jax.device_put(params, layout.shardings(network()))
     batch = jax.device_put(batch, NamedSharding(mesh, P(("data", "fsdp"))))
     update_specs = unflatten(layout.update_specs(network()).items()) if sharded else None
-    gradients = gradient_function(losses(compute), mesh, specs, accumulation, update_specs, compute.dtype, turned)
+    gradients = gradient_function(losses(compute), mesh, specs, accumulation, update_specs)
     expected = layout.update_shardings(network()) if sharded else layout.shardings(network())
     return jax.jit(gradients).lower(params, {}, batch).compile(), params, batch, dict(flatten(expected))
 
@@ -93,36 +97,51 @@ def test_loss_and_gradients_are_those_of_one_device(sizes, accumulation: int, sh
         check_collectives(compiled.as_text())
 
 
-@pytest.mark.parametrize(("sizes", "sharded"), [((2, 4, 1), False), ((8, 1, 1), True), ((8, 1, 1), False)])
-def test_what_is_scattered_is_turned_after(monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, int, int], sharded: bool):
-    """In float32, and not before; what is whole on every device is turned in bfloat16. Gradients are the same."""
-    turned = []
+BF16, F32 = "bfloat16", "float32"
 
-    def spy(gradient: jax.Array) -> jax.Array:
-        turned.append((gradient.shape, gradient.dtype))
-        return laid(gradient)
 
-    laid = fused.turned
-    for name, value in (("INTERPRET", True), ("TILE", 4), ("turned", spy)):
-        monkeypatch.setattr(fused, name, value)
+@pytest.mark.parametrize(("sizes", "sharded", "dtype", "expected"), [
+    # Whole convolutions of every device, before they are summed over devices.
+    ((8, 1, 1), False, BF16, [((3, 3, 3, 32), BF16), ((3, 3, 32, 48), BF16)]),
+    ((8, 1, 1), False, F32, [((3, 3, 3, 32), F32), ((3, 3, 32, 48), F32)]),
+    ((8, 1, 1), True, BF16, [((3, 3, 3, 32), BF16), ((3, 3, 32, 48), BF16)]),
+    # What each device has left, of products along their outputs too.
+    ((2, 4, 1), False, BF16, [((3, 3, 3, 8), F32), ((3, 3, 32, 12), F32), ((64, 1), F32)]),
+    ((2, 4, 1), False, F32, [((3, 3, 3, 8), F32), ((3, 3, 32, 12), F32), ((64, 1), F32)]),
+    # Of what is scattered once more, along another dimension, nothing; conv_in's outputs are scattered twice.
+    ((2, 4, 1), True, BF16, [((3, 3, 3, 4), F32), ((12, 32), F32)]),
+])  # fmt: skip
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_which_gradients_are_turned(sizes, sharded: bool, dtype: str, expected: list, accumulation: int):
+    """Those that lie in memory with their last dimension outermost, once each."""
+    layout = Layout(make_mesh(AXES, dict(zip(AXES, sizes, strict=True)), {}), MAXDIFFUSION_RULES)
+    network = tiny().with_compute(Compute(dtype=jnp.dtype(dtype)))
+    specs, update_specs = (unflatten(of(network).items()) for of in (layout.specs, layout.update_specs))
+    found = []
 
-    def gradient(kernels: Any) -> Any:
-        compute = Compute(dtype=jnp.bfloat16, fused=kernels)
-        compiled, params, batch, _ = compile_on(sizes, 1, sharded, compute, fused.turned if kernels else None)
-        return compiled(params, {}, batch)[1]
+    def turned(gradient: jax.Array) -> jax.Array:
+        found.append((gradient.shape, str(gradient.dtype)))
+        return gradient
 
-    ours = gradient(fused)
-    for (path, a), b in zip(flatten(ours), jax.tree.leaves(gradient(None)), strict=True):
-        assert np.linalg.norm(a - b) <= 0.1 * np.linalg.norm(b) + 1e-5, path  # bfloat16; else some 1.4
-    mesh = next(iter(jax.tree.leaves(ours))).sharding.mesh
-    specs = Layout(mesh, RULES).update_specs(network()) if sharded else Layout(mesh, RULES).specs(network())
-    shapes = {path: (spec.shape, specs[path]) for path, spec in network().specs.items()}
-    parts = sizes[0] if sharded else sizes[1]
-    last = [shape for shape, spec in shapes.values() if len(shape) > 1 and len(spec) == len(shape) and spec[-1]]
-    whole = [shape for shape, spec in shapes.values() if len(shape) == 4 and not any(spec)]
-    expected = [((*shape[:-1], shape[-1] // parts), jnp.float32) for shape in last] + [(shape, jnp.bfloat16) for shape in whole]
-    assert sorted(map(str, turned)) == sorted(str((shape, jnp.dtype(dtype))) for shape, dtype in expected)
-    assert (len(last) > 0) == (sharded or sizes[1] > 1)
+    gradients = gradient_function(
+        tiny_losses(network), layout.mesh, specs, accumulation, update_specs if sharded else None, jnp.dtype(dtype), turned
+    )
+    params = jax.device_put(tiny_params(), layout.shardings(network))
+    _, gradient = jax.eval_shape(gradients, params, {}, tiny_batch(layout))
+    assert sorted(set(found)) == sorted(expected)
+    assert {str(g.dtype) for g in jax.tree.leaves(gradient)} == {F32}
+
+
+def test_a_run_turns_them_by_its_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    kernels, handed = SimpleNamespace(turned=object()), []
+    monkeypatch.setattr(build, "gradient_function", lambda *args: handed.append(args[-1]))
+    config, task = configuration(tmp_path, "global_batch_size=8"), small_task("unet")
+    layout, optimizer = build.layout_of(config), build.make_adam(config, build.make_rates(config, task))
+    abstract = build.abstract_of(config, layout, task, optimizer)
+    for found in (kernels, None):
+        monkeypatch.setattr(build, "fused_kernels", lambda norms, mesh, found=found: found)
+        build.make_step(config, layout, task, optimizer, abstract, 1)
+    assert handed == [kernels.turned, None]
 
 
 def check_collectives(hlo: str):

@@ -51,6 +51,10 @@ def tiny_batch(layout: Layout | None = None) -> dict[str, Any]:
 
 def tiny_losses(network: Network):
     """Each example's mean square error [b]."""
-    return lambda params, constants, batch: jnp.mean(
-        jnp.square(network.apply(params, batch["sample"]) - batch["target"]), axis=(1, 2, 3)
-    )
+
+    def losses(params: Params, constants: Any, batch: dict[str, Any]) -> jax.Array:
+        del constants
+        out = network.apply(params, batch["sample"].astype(network.compute.dtype))
+        return jnp.mean(jnp.square(out.astype(jnp.float32) - batch["target"]), axis=(1, 2, 3))
+
+    return losses

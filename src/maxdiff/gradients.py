@@ -54,14 +54,15 @@ def gradient_function(
         update_specs: the PartitionSpec of every parameter's gradient; by default that of the parameter.
         dtype: in which networks use parameters of two dimensions or more: in it they are gathered, if it is smaller; vectors,
             those of norms among them, stay what they are.
-        turned: lays gradients [... c] in memory that are scattered along c, which GPUs do with c outermost (`fused.turned`).
+        turned: copies a gradient [... c] into its parameter's layout from one with c outermost (`fused.turned`), which on GPUs
+            those of convolutions have, and those that were scattered along c last. By default XLA does so in the update.
 
     Raises:
         ValueError: when called, for a batch that does not divide into devices and micro-batches.
     """
     split = specs if update_specs is None else update_specs
     axes = _batch_axes(mesh)
-    splits = [_splits(spec, axes) for spec in jax.tree.leaves(split)]
+    stored, splits = ([_splits(spec, axes) for spec in jax.tree.leaves(tree)] for tree in (specs, split))
     several = [axis for axis in axes if mesh.shape[axis] > 1]  # XLA does not leave out a sum over one device
 
     def mean(examples: int, gradients: Params) -> Params:
@@ -70,10 +71,9 @@ def gradient_function(
             scattered = psum_scatter([leaves[i] for i in dims], mesh, axis, list(dims.values()))
             for i, leaf in zip(dims, scattered, strict=True):
                 leaves[i] = leaf
-        if turned is not None:
-            for i, leaf in enumerate(leaves):
-                if leaf.ndim > 1 and any(dim == leaf.ndim - 1 for dim, _ in splits[i]):
-                    leaves[i] = turned(leaf)
+        for i, leaf in enumerate(leaves):
+            if turned is not None and leaf.ndim > 1 and stored[i] and splits[i][-1][0] == leaf.ndim - 1:
+                leaves[i] = turned(leaf)
         small = [] if on_tpu(mesh) else [i for i, leaf in enumerate(leaves) if not splits[i] and leaf.size <= SMALL]
         for i, leaf in enumerate(leaves):
             whole = tuple(axis for axis in several if axis not in {split for _, split in splits[i]})
@@ -86,13 +86,19 @@ def gradient_function(
                 leaves[i] = leaf
         return tree.unflatten(leaves)
 
+    def finished(gradients: Params) -> Params:
+        leaves, tree = jax.tree.flatten(gradients)
+        if turned is not None:  # what XLA is to scatter along its last dimension it would have to turn back
+            leaves = [turned(g) if g.ndim == 4 and not spread else g for g, spread in zip(leaves, stored, strict=True)]
+        return tree.unflatten([g.astype(jnp.float32) for g in leaves])
+
     def local(weights: Params, constants: Any, batch: Batch) -> tuple[jax.Array, Params]:
         examples = _examples(batch) * _shards(mesh)
-        if turned is not None:  # else their own gradients would lay them so, before they are scattered
+        if turned is not None:  # so that it has half as much to copy
             leaves, tree = jax.tree.flatten(weights)
-            weights = tree.unflatten(_cast(leaves, splits, dtype))
+            weights = tree.unflatten(_cast(leaves, [p.ndim == 4 for p in leaves], dtype))
         micro = {key: x.reshape(accumulation, -1, *x.shape[1:]) for key, x in batch.items()}
-        loss, gradient = _accumulate(losses, weights, constants, micro, lambda tree: _laid(tree, specs, mesh))
+        loss, gradient = _accumulate(losses, weights, constants, micro, lambda tree: _laid(tree, specs, mesh), finished)
         reduced = _on_tensor_axis(functools.partial(mean, examples), mesh, specs, split)
         return lax.psum(loss, axes) / examples, reduced(gradient)
 
@@ -212,10 +218,10 @@ def _part(vector: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
     return [vector[end - leaf.size : end].reshape(leaf.shape) for leaf, end in zip(like, ends, strict=True)]
 
 
-def _cast(leaves: Sequence[jax.Array], splits: Sequence[Any], dtype: Any) -> list[jax.Array]:
-    """Those of two dimensions or more that are split, in `dtype`, if that is smaller; others as they are."""
+def _cast(leaves: Sequence[jax.Array], which: Sequence[Any], dtype: Any) -> list[jax.Array]:
+    """Those of them that have two dimensions or more in `dtype`, if that is smaller; all others as they are."""
     smaller = lambda p: dtype is not None and p.ndim > 1 and jnp.dtype(dtype).itemsize < p.dtype.itemsize
-    return [p.astype(dtype) if given and smaller(p) else p for p, given in zip(leaves, splits, strict=True)]
+    return [p.astype(dtype) if wanted and smaller(p) else p for p, wanted in zip(leaves, which, strict=True)]
 
 
 def _turns(splits: Sequence[Sequence[tuple[int, str]]], axes: Sequence[str]) -> list[tuple[str, dict[int, int]]]:
@@ -259,24 +265,26 @@ def _only(specs: Any, axes: Sequence[str]) -> Any:
 
 
 def _accumulate(
-    losses: Losses, params: Params, constants: Any, micro: Batch, lay: Callable[[Params], Params]
-) -> tuple[jax.Array, Params]:
+    losses: Losses, params: Params, constants: Any, micro: Batch, lay: Callable[[Params], Params],
+    finished: Callable[[Params], Params],
+) -> tuple[jax.Array, Params]:  # fmt: skip
     """Sum of all losses and its gradient, in float32; `micro` is [micro-batches b ...].
 
     Args:
         lay: says how weights and gradients are split.
+        finished: makes a micro-batch's gradient float32.
     """
 
     def total(params: Params, batch: Batch) -> jax.Array:
         return jnp.sum(losses(lay(params), constants, batch).astype(jnp.float32))
 
     def body(sums: Any, batch: Batch) -> tuple[Any, None]:
-        here = jax.value_and_grad(total)(params, batch)
-        return jax.tree.map(lambda a, b: a + b.astype(jnp.float32), sums, here), None
+        loss, gradient = jax.value_and_grad(total)(params, batch)
+        return jax.tree.map(jnp.add, sums, (loss, finished(gradient))), None
 
     if next(iter(micro.values())).shape[0] == 1:
         loss, gradient = jax.value_and_grad(total)(params, {key: x[0] for key, x in micro.items()})
-        return loss, jax.tree.map(lambda g: g.astype(jnp.float32), gradient)
+        return loss, finished(gradient)
     zeros = lay(jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params))
     return lax.scan(body, (jnp.zeros(()), zeros), micro)[0]
 

@@ -126,6 +126,7 @@ def test_kernels_lower_for_a_gpu(width: int):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("shape", [(3, 3, 64, 160), (100, 72), (1, 1, 64, 64)])
 def test_a_turned_gradient_is_the_same(interpreted, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], dtype: Any):
+    """In whole tiles of 64, and where those do not divide it."""
     gradient = jnp.asarray(np.random.default_rng(6).standard_normal(shape), dtype)
     assert np.array_equal(fused.turned(gradient), gradient)
     monkeypatch.setattr(fused, "INTERPRET", False)

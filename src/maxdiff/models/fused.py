@@ -220,36 +220,25 @@ def _add_backward(vector: jax.Array, gradient: jax.Array) -> Any:
 add_to_channels.defvjp(lambda x, vector: (add_to_channels(x, vector), vector), _add_backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def cast(kernel: jax.Array, dtype: Any) -> jax.Array:
-    """A convolution's kernel [h w in out] in another dtype, in which its gradient, cuDNN's [out h w in], is `turned`."""
-    return kernel.astype(dtype)
-
-
-def _cast_backward(_: Any, like: jax.Array, gradient: jax.Array) -> Any:
-    return (turned(gradient).astype(like.dtype),)
-
-
-cast.defvjp(lambda kernel, dtype: (kernel.astype(dtype), jnp.zeros((), kernel.dtype)), _cast_backward)
-
-
 def turned(gradient: jax.Array) -> jax.Array:
     """A gradient [... c] that lies in memory as [c ...], laid as its parameter is.
 
-    XLA would make the whole update of parameter and moments a transposition, which takes four times as long, and copy its
-    results.
+    cuDNN makes those of convolutions so. XLA would make the whole update of parameter and moments a transposition, which takes
+    four times as long, and copy its results.
     """
     rows = jnp.moveaxis(gradient, -1, 0).reshape(gradient.shape[-1], -1)
-    return _transposed(rows).reshape(gradient.shape) if min(rows.shape) >= TILE else gradient
+    # Of fewer rows most of a tile would be empty.
+    return _transposed(rows).reshape(gradient.shape) if min(rows.shape) >= TILE // 4 else gradient
 
 
 def _transposed(x: jax.Array) -> jax.Array:
     """[m n] -> [n m]."""
     m, n = x.shape
+    whole = m % TILE == 0 and n % TILE == 0
 
     def kernel(x_ref: Any, y_ref: Any) -> None:
         rows, columns = (pl.program_id(i) * TILE + jnp.arange(TILE) for i in range(2))
-        inside = lambda y, x: (y < m) & (x < n) if m % TILE or n % TILE else None
+        inside = lambda row, column: None if whole else (row < m) & (column < n)
         block = plgpu.load(x_ref.at[rows[:, None], columns[None]], mask=inside(rows[:, None], columns[None]))
         plgpu.store(y_ref.at[columns[:, None], rows[None]], block.T, mask=inside(rows[None], columns[:, None]))
 

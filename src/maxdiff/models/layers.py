@@ -79,10 +79,7 @@ class Compute:
 
     def weight(self, parameter: nnx.Param) -> jax.Array:
         """The parameter as it enters a product."""
-        whole = parameter.get_value()
-        if self.fused and whole.ndim == 4 and whole.dtype != self.dtype:
-            return self.fused.cast(whole, self.dtype)
-        return whole.astype(self.dtype)
+        return parameter.get_value().astype(self.dtype)
 
     def add(self, x: jax.Array, bias: nnx.Param | None) -> jax.Array:
         """x [... c] plus a parameter [c], if there is one."""
