@@ -4,8 +4,9 @@
     python benchmarks/gpu_program.py --model sd2 --batch 4 use_ema=false [cache_latents_text_encoder_outputs=true]
     python benchmarks/gpu_program.py --gpus 2 ici_fsdp_parallelism=2
 
-key=value is as for train.py. A minute or two, and 3 GB of memory. XLA chooses kernels for products without timing them, so
-that these are others than on the GPU; the rest is the same program. A line of JSON, of one of the GPUs:
+key=value is as for train.py. A minute or two and 3 GB of memory; SDXL takes three to six and 5 GB. XLA chooses kernels for
+products without timing them, so that these are others than on the GPU; the rest is the same program. A line of JSON, of one
+of the GPUs:
   * operations: kernels and library calls that a step launches; gib: what they read and write, if each moves an array once.
   * memory_gib: of what the step is given (state, batch, constants), and of what it needs besides.
   * kinds: by kind (see kernels.py), [operations, GiB, least ms]: by the card's memory bandwidth, or of products and
@@ -79,7 +80,7 @@ def size_of(shape: str) -> int:
     return sum(WIDTHS.get(dtype, 0) * math.prod(map(int, filter(None, dims.split(",")))) for dtype, dims in arrays)
 
 
-def measure(step: aot.Step, gpus: int) -> dict[str, Any]:
+def measure(step: aot.Step) -> dict[str, Any]:
     """Of the step's program: how long it took to compile, and what it does."""
     lowered = step.lower()
     started = time.perf_counter()
@@ -90,7 +91,7 @@ def measure(step: aot.Step, gpus: int) -> dict[str, Any]:
     for kind, size in launched(program):
         operations[kind] += 1
         sizes[kind] += size
-    task, data, batch = step.task, step.config.data, step.config.batch.global_batch_size / gpus
+    task, data, batch = step.task, step.config.data, step.config.batch.global_batch_size / step.mesh.size
     cached = data.cache_latents_text_encoder_outputs
     arithmetic = flops.training(
         task.networks, list(task.trained), data.resolution, has_latents=cached, has_text=cached
@@ -127,7 +128,7 @@ def main(argv: Sequence[str]) -> int:
         parser.error(f"JAX has no compiler for NVIDIA GPUs here ({error}); pip install -e '.[cuda]' brings it")
     if step.accumulation > 1:  # of which the program has a loop
         parser.error(f"a step of {step.accumulation} micro-batches is not counted (allowed: 1, by global_batch_size)")
-    print(json.dumps(case | measure(step, args.gpus)))
+    print(json.dumps(case | measure(step)))
     return 0
 
 

@@ -11,7 +11,8 @@ nothing but the order of a float32 sum. `constants` are what is not trained: fro
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import jax
@@ -63,28 +64,15 @@ def gradient_function(
     split = specs if update_specs is None else update_specs
     axes = _batch_axes(mesh)
     stored, splits = ([_splits(spec, axes) for spec in jax.tree.leaves(tree)] for tree in (specs, split))
-    several = [axis for axis in axes if mesh.shape[axis] > 1]  # XLA does not leave out a sum over one device
+    several = {axis for axis in axes if mesh.shape[axis] > 1}  # XLA does not leave out a sum over one device
 
     def mean(examples: int, gradients: Params) -> Params:
         leaves, tree = jax.tree.flatten(gradients)
-        for axis, dims in _turns(splits, axes):
-            scattered = psum_scatter([leaves[i] for i in dims], mesh, axis, list(dims.values()))
-            for i, leaf in zip(dims, scattered, strict=True):
-                leaves[i] = leaf
-        for i, leaf in enumerate(leaves):
-            if turned is not None and leaf.ndim > 1 and stored[i] and splits[i][-1][0] == leaf.ndim - 1:
-                leaves[i] = turned(leaf)
-        small = [] if on_tpu(mesh) else [i for i, leaf in enumerate(leaves) if not splits[i] and leaf.size <= SMALL]
-        for i, leaf in enumerate(leaves):
-            whole = tuple(axis for axis in several if axis not in {split for _, split in splits[i]})
-            if i not in small:
-                leaves[i] = (lax.psum(leaf, whole) if whole else leaf) / examples
-        if small:
-            alone = [leaves[i] for i in small]
-            vector = lax.psum(_join(alone), several) if several else _join(alone)
-            for i, leaf in zip(small, _part(vector / examples, alone), strict=True):
-                leaves[i] = leaf
-        return tree.unflatten(leaves)
+        leaves = _scattered(leaves, splits, mesh, axes)
+        if turned is not None:
+            last = lambda g, spread, given: g.ndim > 1 and spread and given[-1][0] == g.ndim - 1
+            leaves = [turned(g) if last(g, *ways) else g for g, *ways in zip(leaves, stored, splits, strict=True)]
+        return tree.unflatten(_mean(leaves, splits, several, examples, joined=not on_tpu(mesh)))
 
     def finished(gradients: Params) -> Params:
         leaves, tree = jax.tree.flatten(gradients)
@@ -94,7 +82,7 @@ def gradient_function(
 
     def local(weights: Params, constants: Any, batch: Batch) -> tuple[jax.Array, Params]:
         examples = _examples(batch) * _shards(mesh)
-        if turned is not None:  # so that it has half as much to copy
+        if turned is not None:  # in `dtype` their gradients are half as much to turn
             leaves, tree = jax.tree.flatten(weights)
             weights = tree.unflatten(_cast(leaves, [p.ndim == 4 for p in leaves], dtype))
         micro = {key: x.reshape(accumulation, -1, *x.shape[1:]) for key, x in batch.items()}
@@ -145,7 +133,7 @@ def norm_function(mesh: Mesh, specs: Params) -> Callable[[Params], jax.Array]:
             rows = leaf if leaf.size <= SMALL else jnp.linalg.norm(leaf.reshape(math.gcd(leaf.size, PARTS), -1), axis=1)
             found.setdefault(axes, []).append(rows)
         sums = {axes: jnp.sum(jnp.square(_join(rows))) for axes, rows in found.items()}
-        return jnp.sqrt(sum(lax.psum(x, axes) if axes else x for axes, x in sums.items()))
+        return jnp.sqrt(sum(_sum(x, axes) for axes, x in sums.items()))
 
     return jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=PartitionSpec(), check_vma=False)
 
@@ -200,6 +188,39 @@ def _on_each_device(
         # Gradients are taken wholly inside, so no collective is differentiated and nothing is to be checked.
         check_vma=False,
     )
+
+
+def _scattered(
+    leaves: Sequence[jax.Array], splits: Sequence[Sequence[tuple[int, str]]], mesh: Mesh, axes: Sequence[str]
+) -> list[jax.Array]:
+    """The part of each leaf's sum that a device keeps, over the axes that split it."""
+    found = list(leaves)
+    for axis, dims in _turns(splits, axes):
+        scattered = psum_scatter([found[i] for i in dims], mesh, axis, list(dims.values()))
+        for i, leaf in zip(dims, scattered, strict=True):
+            found[i] = leaf
+    return found
+
+
+def _mean(
+    leaves: Sequence[jax.Array], splits: Sequence[Sequence[tuple[int, str]]], axes: AbstractSet[str], examples: int, *,
+    joined: bool,
+) -> list[jax.Array]:  # fmt: skip
+    """Leaves summed over those of the axes that do not split them, over examples; small ones in one vector if `joined`."""
+    found = list(leaves)
+    small = [i for i, leaf in enumerate(leaves) if joined and not splits[i] and leaf.size <= SMALL]
+    for i in {*range(len(leaves))}.difference(small):
+        found[i] = _sum(leaves[i], axes - {axis for _, axis in splits[i]}) / examples
+    if small:
+        alone = [leaves[i] for i in small]
+        for i, leaf in zip(small, _part(_sum(_join(alone), axes) / examples, alone), strict=True):
+            found[i] = leaf
+    return found
+
+
+def _sum(x: jax.Array, axes: Collection[str]) -> jax.Array:
+    """The sum over these mesh axes, none perhaps."""
+    return lax.psum(x, sorted(axes)) if axes else x
 
 
 def _join(leaves: Sequence[jax.Array]) -> jax.Array:
