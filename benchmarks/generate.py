@@ -39,9 +39,10 @@ def measure(args: argparse.Namespace, started: float) -> dict:
     from maxdiff import Pipeline
     from maxdiff.models.attention import kernel
     from maxdiff.models.layers import Compute
+    from maxdiff.task import fused_kernels
 
     jax.config.update("jax_compilation_cache_dir", args.cache)
-    compute = Compute(dtype=jnp.bfloat16, attention=kernel(args.attention))
+    compute = Compute(dtype=jnp.bfloat16, attention=kernel(args.attention), fused=fused_kernels(args.norms))
     pipeline = Pipeline.load("", new=ARCHITECTURES[args.model], dtype=jnp.bfloat16, compute=compute)
     side = args.resolution or RESOLUTIONS[args.model]
 
@@ -57,10 +58,10 @@ def measure(args: argparse.Namespace, started: float) -> dict:
     peak = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
     return {
         "system": "maxdiff", "model": args.model, "resolution": side, "batch": args.batch, "steps": args.steps,
-        "sampler": args.sampler, "cache": "warm" if args.warm else "cold", "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__, "date": time.strftime("%Y-%m-%d"), "first_s": round(first, 1),
-        "images_per_s": float(f"{args.batch / middle:.4g}"), "batch_s": round(middle, 3),
-        "batch_s_min": round(min(seconds), 3), "batch_s_max": round(max(seconds), 3),
+        "sampler": args.sampler, "norms": args.norms, "cache": "warm" if args.warm else "cold",
+        "device": jax.devices()[0].device_kind, "jax": jax.__version__, "date": time.strftime("%Y-%m-%d"),
+        "first_s": round(first, 1), "images_per_s": float(f"{args.batch / middle:.4g}"),
+        "batch_s": round(middle, 3), "batch_s_min": round(min(seconds), 3), "batch_s_max": round(max(seconds), 3),
         "peak_gib": peak and round(peak / 2**30, 2), **(profile(draw) if args.profile and args.warm else {}),
     }  # fmt: skip
 
@@ -74,6 +75,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--sampler", default="euler")
     parser.add_argument("--attention", default="flash")
+    parser.add_argument("--norms", default="auto", choices=["auto", "fused", "plain"])
     parser.add_argument("--profile", action="store_true", help="also print GPU time by kind of kernel")
     parser.add_argument("--cache", default="", help=argparse.SUPPRESS)
     parser.add_argument("--warm", action="store_true", help=argparse.SUPPRESS)

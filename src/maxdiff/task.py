@@ -226,17 +226,21 @@ def make_compute(config: Config, layout: Layout) -> Compute:
     )
 
 
-def fused_kernels(norms: str, mesh: Mesh) -> Any:
+def fused_kernels(norms: str = "auto", mesh: Mesh | None = None) -> Any:
     """The module of kernels that compute norms and biases on this mesh, or None where XLA does.
+
+    Args:
+        norms: `fused`, `plain` or `auto`, as in configs/base.yml.
+        mesh: by default JAX's first device.
 
     Raises:
         ValueError: for norms=fused where there are no kernels.
     """
     if norms == "plain":
         return None
-    if mesh.shape.get("tensor", 1) > 1:
+    if mesh is not None and mesh.shape.get("tensor", 1) > 1:
         reason = "kernels are not split over a tensor axis"
-    elif not has_triton(mesh.devices.flat[0]):
+    elif not has_triton(jax.devices()[0] if mesh is None else mesh.devices.flat[0]):
         reason = "the kernels are for NVIDIA GPUs from Ampere (compute capability 8.0) on"
     else:
         # Imported here: Pallas costs a second of start-up.

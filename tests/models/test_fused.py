@@ -149,15 +149,18 @@ def test_gpus_that_kernels_are_for(platform: str, capability: str, expected: boo
     assert has_triton(SimpleNamespace(platform=platform, compute_capability=capability)) is expected
 
 
-def test_where_there_are_no_kernels():
+def test_where_there_are_kernels(monkeypatch: pytest.MonkeyPatch):
     mesh = make_mesh(("data", "tensor"), {"data": -1}, {})
     assert fused_kernels("auto", mesh) is None
     assert fused_kernels("plain", mesh) is None
+    assert fused_kernels() is None
     with pytest.raises(ValueError, match=r"norms=fused is not supported here: .*Ampere.* \(allowed: auto, plain\)"):
         fused_kernels("fused", mesh)
     devices = np.full((1, 1, 2), SimpleNamespace(platform="gpu", compute_capability="9.0"))
     of = lambda tensor: SimpleNamespace(shape={"tensor": tensor}, devices=devices)
     assert fused_kernels("auto", of(1)) is fused
     assert fused_kernels("auto", of(2)) is None
+    monkeypatch.setattr(jax, "devices", lambda: list(devices.flat))
+    assert fused_kernels() is fused
     with pytest.raises(ValueError, match="tensor axis"):
         fused_kernels("fused", of(2))
