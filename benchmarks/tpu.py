@@ -74,7 +74,7 @@ CASES = [
     # What fitting.KEPT is from.
     *(
         Case("sd15", "v5p-8", keys=(f"remat={remat}", "per_device_batch_size=16"), label=f"remat={remat}")
-        for remat in ("none", "dots", "full")
+        for remat in ("none", "dots", "selective", "full")
     ),
 ]
 # SD2, 512 pixels, cached: https://github.com/AI-Hypercomputer/maxdiffusion. Of which slices it doesn't say: here small ones.

@@ -177,7 +177,7 @@ def test_a_dry_run_prints_what_would_be_started(capsys):
     ("arguments", "message"),
     [
         (["sed=1,2"], "s-sed_1: the command line: there is no key 'sed'; did you mean 'seed'?"),
-        (["remat=full,some"], "s-remat_some: remat='some' is not supported (allowed: 'none', 'full', 'dots')"),
+        (["remat=full,some"], "s-remat_some: remat='some' is not supported (allowed: 'none', 'full', 'selective', 'dots')"),
         (["seed=0,0"], "seed=0,0: an alternative stands twice"),
         (["seed=0,"], "seed=0,: an alternative is empty"),
         (["seed=0", "seed=1"], "seed stands twice (allowed: once, with its alternatives between commas: seed=1,2)"),

@@ -97,7 +97,7 @@ class Model:
         _one_of(self, "precision", "DEFAULT", "HIGH", "HIGHEST")
         _one_of(self, "attention", "dot_product", "cudnn", "flash")
         _one_of(self, "norms", "auto", "fused", "plain")
-        _one_of(self, "remat", "none", "full", "dots")
+        _one_of(self, "remat", "none", "full", "selective", "dots")
         if self.train_vae and (self.train_text_encoder or self.train_new_unet):
             raise ValueError("train_vae=True trains the autoencoder alone: not with train_text_encoder or train_new_unet")
 

@@ -12,7 +12,7 @@ from maxdiff.config import Config, flat, make_config
 from maxdiff.torus import slice_of
 
 # What is kept of an example for the backward pass, as a share of what remat=none keeps; rounded up from figures in docs/TPU.md.
-KEPT = {"none": 1.0, "dots": 0.5, "full": 0.25}
+KEPT = {"none": 1.0, "dots": 0.5, "selective": 0.3, "full": 0.25}
 Changes = dict[str, Any]
 
 
@@ -83,8 +83,7 @@ def _choices(config: Config, mesh: Any) -> dict[str, list[Changes]]:
         found["fsdp"] = [{"ici_fsdp_parallelism": n, "ici_data_parallelism": split // n} for n in dict.fromkeys(sizes)]
     if config.optimizer.moment_dtype == "float32":
         found["moments"] = [{"moment_dtype": "bfloat16"}]
-    stronger = {"none": ("dots", "full"), "dots": ("full",), "full": ()}
-    found["remat"] = [{"remat": remat} for remat in stronger[config.model.remat]]
+    found["remat"] = [{"remat": remat} for remat, kept in KEPT.items() if kept < KEPT[config.model.remat]]
     found["batch"] = [{"per_device_batch_size": size, "global_batch_size": config.batch.global_batch_size}
                       for size in _smaller(config.batch.per_device_batch_size)]  # fmt: skip
     return {name: values for name, values in found.items() if values}

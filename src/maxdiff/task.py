@@ -24,7 +24,7 @@ from maxdiff.diffusion.schedule import NoiseSchedule, noise_schedule
 from maxdiff.gradients import Losses, Measures
 from maxdiff.losses import diffusion_losses, reconstruction_losses, reconstruction_measures
 from maxdiff.models import flops
-from maxdiff.models.attention import kernel
+from maxdiff.models.attention import CUDNN_FORWARD, RESULT, kernel
 from maxdiff.models.layers import Compute
 from maxdiff.models.network import Network, Params
 from maxdiff.pipeline import Part, Pipeline, check_fit, save_config, save_part
@@ -33,9 +33,15 @@ from maxdiff.weights.checkpoint import TOKENIZERS
 from maxdiff.weights.origins import open_origins
 from maxdiff.weights.tokenizer import CLIPTokenizer
 
+# Whose results spare the most time for the memory that they take, see docs/PERFORMANCE.md.
+COSTLY = jax.checkpoint_policies.save_from_both_policies(
+    jax.checkpoint_policies.save_only_these_names(RESULT),
+    lambda primitive, *_, **__: primitive.name in ("conv_general_dilated", CUDNN_FORWARD),
+)
 REMAT = {
     "none": lambda block: block,
     "full": jax.checkpoint,
+    "selective": functools.partial(jax.checkpoint, policy=COSTLY),
     "dots": functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable),
 }
 

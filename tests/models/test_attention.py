@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from maxdiff.models import attention
+from maxdiff.task import REMAT
 
 
 def qkv(queries: int, keys: int, heads: int = 2, dim: int = 40, batch: int = 2):
@@ -139,3 +140,23 @@ def test_deterministic_cudnn_calls_differ_in_their_seed_alone(keys: int, monkeyp
     assert usual_options == first[3] == second[3]
     assert len(usual[0]) == (2 if keys == 77 else 0)
     np.testing.assert_equal(usual[:3], first[:3])
+
+
+@pytest.mark.parametrize(("kernel", "platform", "call"), [
+    ("cudnn", "cuda", "__cudnn$fmhaSoftmax("), ("splash", "tpu", "tpu_custom_call"),
+])  # fmt: skip
+def test_selective_recomputation_repeats_no_attention(kernel: str, platform: str, call: str, monkeypatch: pytest.MonkeyPatch):
+    from jax._src.cudnn import fused_attention_stablehlo
+
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)  # there is none here
+    monkeypatch.setattr(fused_attention_stablehlo, "check_compute_capability", lambda *_: True)
+    q, k = (jax.ShapeDtypeStruct((2, length, 2, 64), jnp.bfloat16) for length in (256, 77))
+
+    def calls(remat: str) -> int:
+        block = REMAT[remat](lambda q, k, scale: getattr(attention, kernel)(q * scale, k * scale, k * scale) * scale)
+        loss = lambda *args: block(*args).astype(jnp.float32).sum()
+        traced = jax.jit(jax.value_and_grad(loss, (0, 1, 2))).trace(q, k, jnp.ones((), jnp.bfloat16))
+        return traced.lower(lowering_platforms=(platform,)).as_text().count(call)
+
+    assert calls("full") == calls("none") + 1
+    assert calls("selective") == calls("none")

@@ -12,6 +12,7 @@ from maxdiff.models.layers import Compute, zeros
 from maxdiff.models.network import Network, flatten
 from maxdiff.models.unet import UNet2DConditionModel, UNetConfig
 from maxdiff.models.vae import AutoencoderKL, VAEConfig
+from maxdiff.task import REMAT
 
 
 def shape(*dims: int, dtype=jnp.float32) -> jax.ShapeDtypeStruct:
@@ -123,22 +124,30 @@ def test_rematerialisation_changes_no_gradient():
     config = {**parity.SMALL, "block_out_channels": (32,), "down_block_types": (parity.CROSS_DOWN,),
               "up_block_types": (parity.CROSS_UP,), "attention_head_dim": 4}  # fmt: skip
     x = parity.make_inputs(parity.VARIANTS["sd1-unet"], config, (8, 8), 2)
-    plain, remat = unet(config), unet(config, Compute(remat=jax.checkpoint))
+    plain, remat, selective = (unet(config, Compute(remat=REMAT[name])) for name in ("none", "full", "selective"))
     rng = np.random.default_rng(0)
     params = jax.tree.map(lambda s: rng.standard_normal(s.shape, np.float32) * 0.1, plain.abstract())
 
     def gradient(network: Network):
         loss = lambda p: jnp.mean(jnp.square(network.apply(p, x["sample"], x["timesteps"], x["encoder_hidden_states"])))
         lowered = jax.jit(jax.grad(loss)).lower(params)
-        return lowered.as_text().count("optimization_barrier"), dict(flatten(lowered.compile()(params)))
+        text = lowered.as_text()
+        counts = text.count("optimization_barrier"), text.count("stablehlo.convolution"), text.count("stablehlo.dot_general")
+        return counts, dict(flatten(lowered.compile()(params)))
 
-    (none, expected), (recomputed, found) = gradient(plain), gradient(remat)
+    (none, expected), (full, found), (some, also) = map(gradient, (plain, remat, selective))
+    of = lambda *end: sum(path[-2:] == end for path in plain.specs)
+    blocks = of("conv1", "kernel") + of("norm3", "scale")
     # One barrier marks each recomputed block: every residual and transformer block.
-    assert none == 0
-    assert recomputed == sum(path[-2:] in (("conv1", "kernel"), ("norm3", "scale")) for path in plain.specs)
+    assert (none[0], full[0], some[0]) == (0, blocks, blocks)
+    # Of a residual block the first convolution is recomputed, but the last, on whose result no gradient depends, is not.
+    assert (full[1] - none[1], some[1] - none[1]) == (of("conv1", "kernel"), 0)
+    # Neither are the products of weights and values.
+    assert full[2] - some[2] == of("to_q", "kernel")
     largest = max(np.linalg.norm(g) for g in expected.values())
     for path, value in expected.items():
-        np.testing.assert_allclose(found[path], value, rtol=1e-4, atol=1e-6 * largest, err_msg=str(path))
+        for other in (found, also):
+            np.testing.assert_allclose(other[path], value, rtol=1e-4, atol=1e-6 * largest, err_msg=str(path))
 
 
 def test_networks_use_what_they_are_handed():

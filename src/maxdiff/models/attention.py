@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +30,8 @@ TPU_BLOCK, TPU_WIDEST = 128, 640
 # cuDNN's backward refuses odd lengths (CLIP's 77 keys); a multiple of 8 also keeps rows aligned.
 CUDNN_MULTIPLE = 8
 SEEDS = itertools.count()
+# Attention's results are named so where a kernel lets us; cuDNN's are known by its primitive.
+RESULT, CUDNN_FORWARD = "attention", "dot_product_attention_fwd_wrapper"
 
 
 def dot_product(q, k, v, *, mask=None, precision=None):
@@ -38,7 +41,7 @@ def dot_product(q, k, v, *, mask=None, precision=None):
     if mask is not None:
         scores = jnp.where(mask, scores, jnp.finfo(scores.dtype).min)
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    return jnp.einsum("bhqk,bkhd->bqhd", weights, v, precision=precision)
+    return checkpoint_name(jnp.einsum("bhqk,bkhd->bqhd", weights, v, precision=precision), RESULT)
 
 
 def cudnn(q, k, v, *, mask=None, precision=None):
@@ -185,7 +188,9 @@ def _splash(q, k, v, interpret=False):
         block_q=wide_q, block_kv=wide_k, block_kv_compute=wide_k, block_q_dkv=wide_q, block_kv_dkv=wide_k,
         block_kv_dkv_compute=wide_k, block_q_dq=wide_q, block_kv_dq=wide_k,
     )  # fmt: skip
-    attend = sk.make_splash_mha(masks, block_sizes=blocks, head_shards=1, q_seq_shards=1, interpret=interpret)
+    attend = sk.make_splash_mha(
+        masks, block_sizes=blocks, head_shards=1, q_seq_shards=1, residual_checkpoint_name=RESULT, interpret=interpret
+    )
     segments = None
     if q.shape[2] != queries or k.shape[2] != keys:
         # Real positions are segment 1, padded ones 0. Keys alone may be padded: padded queries
