@@ -75,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--sampler", default="euler")
     parser.add_argument("--attention", default="flash")
-    parser.add_argument("--norms", default="auto", choices=["auto", "fused", "plain"])
+    parser.add_argument("--norms", default="auto", choices=["auto", "plain"], help="as the key norms of train.py")
     parser.add_argument("--profile", action="store_true", help="also print GPU time by kind of kernel")
     parser.add_argument("--cache", default="", help=argparse.SUPPRESS)
     parser.add_argument("--warm", action="store_true", help=argparse.SUPPRESS)

@@ -8,6 +8,7 @@ import pytest
 
 from maxdiff import fitting
 from maxdiff.config import Config, make_config
+from maxdiff.task import REMAT
 
 PARAMETERS = 1000
 WEIGHTS = 4 * PARAMETERS
@@ -65,6 +66,12 @@ def test_the_batch_is_changed_last():
     """remat=dots needs with 1 what remat=full needs with 2."""
     found = nearest(18_000, an_example=9000)
     assert {"shard_optimizer": True, "remat": "full", "per_device_batch_size": 2, "global_batch_size": 64} in found
+
+
+def test_every_recomputation_has_its_share():
+    assert {*fitting.KEPT} == {*REMAT}
+    for remat in REMAT:
+        assert make_config({"remat": remat}).model.remat == remat
 
 
 def test_what_is_so_already_is_no_change():

@@ -72,7 +72,7 @@ def changed(config: Config, changes: Mapping[str, Any]) -> Config:
 
 
 def _choices(config: Config, mesh: Any) -> dict[str, list[Changes]]:
-    """What can be changed, each to what costs least first; a choice may take several keys."""
+    """What can be changed, each to what keeps most first; a choice may take several keys."""
     found: dict[str, list[Changes]] = {}
     if mesh.shape.get("data", 1) > 1 and not config.optimizer.shard_optimizer:
         found["shard_optimizer"] = [{"shard_optimizer": True}]

@@ -24,7 +24,7 @@ from maxdiff.diffusion.schedule import NoiseSchedule, noise_schedule
 from maxdiff.gradients import Losses, Measures
 from maxdiff.losses import diffusion_losses, reconstruction_losses, reconstruction_measures
 from maxdiff.models import flops
-from maxdiff.models.attention import CUDNN_FORWARD, RESULT, kernel
+from maxdiff.models.attention import kernel, takes_long
 from maxdiff.models.layers import Compute
 from maxdiff.models.network import Network, Params
 from maxdiff.pipeline import Part, Pipeline, check_fit, save_config, save_part
@@ -35,8 +35,7 @@ from maxdiff.weights.tokenizer import CLIPTokenizer
 
 # Whose results spare the most time for the memory that they take, see docs/PERFORMANCE.md.
 COSTLY = jax.checkpoint_policies.save_from_both_policies(
-    jax.checkpoint_policies.save_only_these_names(RESULT),
-    lambda primitive, *_, **__: primitive.name in ("conv_general_dilated", CUDNN_FORWARD),
+    takes_long, lambda primitive, *_, **__: primitive.name == "conv_general_dilated"
 )
 REMAT = {
     "none": lambda block: block,
@@ -240,8 +239,10 @@ def fused_kernels(norms: str = "auto", mesh: Mesh | None = None) -> Any:
         mesh: by default JAX's first device.
 
     Raises:
-        ValueError: for norms=fused where there are no kernels.
+        ValueError: for another `norms`, and for norms=fused where there are no kernels.
     """
+    if norms not in ("auto", "fused", "plain"):
+        raise ValueError(f"norms={norms!r} is not supported (allowed: auto, fused, plain)")
     if norms == "plain":
         return None
     if mesh is not None and mesh.shape.get("tensor", 1) > 1:

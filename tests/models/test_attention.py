@@ -145,12 +145,15 @@ def test_deterministic_cudnn_calls_differ_in_their_seed_alone(keys: int, monkeyp
 @pytest.mark.parametrize(("kernel", "platform", "call"), [
     ("cudnn", "cuda", "__cudnn$fmhaSoftmax("), ("splash", "tpu", "tpu_custom_call"),
 ])  # fmt: skip
-def test_selective_recomputation_repeats_no_attention(kernel: str, platform: str, call: str, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(("keys", "repeated"), [(256, 0), (77, 1)])
+def test_selective_recomputation_repeats_attention_to_a_text_alone(
+    keys: int, repeated: int, kernel: str, platform: str, call: str, monkeypatch: pytest.MonkeyPatch
+):
     from jax._src.cudnn import fused_attention_stablehlo
 
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)  # there is none here
     monkeypatch.setattr(fused_attention_stablehlo, "check_compute_capability", lambda *_: True)
-    q, k = (jax.ShapeDtypeStruct((2, length, 2, 64), jnp.bfloat16) for length in (256, 77))
+    q, k = (jax.ShapeDtypeStruct((2, length, 2, 64), jnp.bfloat16) for length in (256, keys))
 
     def calls(remat: str) -> int:
         block = REMAT[remat](lambda q, k, scale: getattr(attention, kernel)(q * scale, k * scale, k * scale) * scale)
@@ -159,4 +162,4 @@ def test_selective_recomputation_repeats_no_attention(kernel: str, platform: str
         return traced.lower(lowering_platforms=(platform,)).as_text().count(call)
 
     assert calls("full") == calls("none") + 1
-    assert calls("selective") == calls("none")
+    assert calls("selective") == calls("none") + repeated

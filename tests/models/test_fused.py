@@ -154,6 +154,8 @@ def test_where_there_are_kernels(monkeypatch: pytest.MonkeyPatch):
     assert fused_kernels("auto", mesh) is None
     assert fused_kernels("plain", mesh) is None
     assert fused_kernels() is None
+    with pytest.raises(ValueError, match=r"norms='some' is not supported \(allowed: auto, fused, plain\)"):
+        fused_kernels("some")
     with pytest.raises(ValueError, match=r"norms=fused is not supported here: .*Ampere.* \(allowed: auto, plain\)"):
         fused_kernels("fused", mesh)
     devices = np.full((1, 1, 2), SimpleNamespace(platform="gpu", compute_capability="9.0"))

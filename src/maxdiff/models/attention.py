@@ -18,7 +18,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +29,9 @@ TPU_BLOCK, TPU_WIDEST = 128, 640
 # cuDNN's backward refuses odd lengths (CLIP's 77 keys); a multiple of 8 also keeps rows aligned.
 CUDNN_MULTIPLE = 8
 SEEDS = itertools.count()
-# Attention's results are named so where a kernel lets us; cuDNN's are known by its primitive.
-RESULT, CUDNN_FORWARD = "attention", "dot_product_attention_fwd_wrapper"
+# What `takes_long` keeps, by this name where a kernel lets us give one. To fewer keys, as a text's, attention is as fast as
+# a product.
+RESULT, MANY_KEYS = "attention", 256
 
 
 def dot_product(q, k, v, *, mask=None, precision=None):
@@ -41,7 +41,7 @@ def dot_product(q, k, v, *, mask=None, precision=None):
     if mask is not None:
         scores = jnp.where(mask, scores, jnp.finfo(scores.dtype).min)
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    return checkpoint_name(jnp.einsum("bhqk,bkhd->bqhd", weights, v, precision=precision), RESULT)
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, v, precision=precision)
 
 
 def cudnn(q, k, v, *, mask=None, precision=None):
@@ -90,6 +90,13 @@ def kernel(name: str, platform: str | None = None) -> AttentionKernel:
     if name != "flash":
         return KERNELS[name]
     return functools.partial(_flash, platform=platform or jax.default_backend())
+
+
+def takes_long(primitive: Any, *operands: Any, **params: Any) -> bool:
+    """Whether an operation is a fused kernel's attention to many keys: a policy of `jax.checkpoint`, which keeps its result."""
+    if primitive.name == "dot_product_attention_fwd_wrapper":  # cuDNN's, of q, k, v and more
+        return operands[1].shape[1] >= MANY_KEYS
+    return primitive.name == "name" and params["name"] == RESULT
 
 
 def _flash(q, k, v, *, mask=None, precision=None, platform: str):
@@ -188,8 +195,9 @@ def _splash(q, k, v, interpret=False):
         block_q=wide_q, block_kv=wide_k, block_kv_compute=wide_k, block_q_dkv=wide_q, block_kv_dkv=wide_k,
         block_kv_dkv_compute=wide_k, block_q_dq=wide_q, block_kv_dq=wide_k,
     )  # fmt: skip
+    name = RESULT if keys >= MANY_KEYS else None
     attend = sk.make_splash_mha(
-        masks, block_sizes=blocks, head_shards=1, q_seq_shards=1, residual_checkpoint_name=RESULT, interpret=interpret
+        masks, block_sizes=blocks, head_shards=1, q_seq_shards=1, residual_checkpoint_name=name, interpret=interpret
     )
     segments = None
     if q.shape[2] != queries or k.shape[2] != keys:
