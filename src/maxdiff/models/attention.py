@@ -29,8 +29,8 @@ TPU_BLOCK, TPU_WIDEST = 128, 640
 # cuDNN's backward refuses odd lengths (CLIP's 77 keys); a multiple of 8 also keeps rows aligned.
 CUDNN_MULTIPLE = 8
 SEEDS = itertools.count()
-# What `takes_long` keeps, by this name where a kernel lets us give one. To fewer keys, as a text's, attention is as fast as
-# a product.
+# What `takes_long` keeps, by this name where a kernel lets us give one. Attention to fewer keys, as a text's, spares too
+# little time for its memory.
 RESULT, MANY_KEYS = "attention", 256
 
 
