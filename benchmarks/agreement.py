@@ -1,10 +1,10 @@
-"""Whether a training learns the same by the fast path: losses of real steps with norms=fused, norms=plain and in float32.
+"""Whether a training learns the same by the fast path: losses of real steps by our kernels, by XLA alone and in float32.
 
     python benchmarks/agreement.py --model sd15 --resolution 256 --batch 8 --steps 200        on an NVIDIA GPU
 
 Each run is `python train.py` on the emoji of data/, from the same random weights, with the same examples and noise. A line of
 JSON for each two runs: the greatest and the mean difference of a step's losses, over their mean. bfloat16 rounds otherwise in
-each; so the two fast ones ought to differ as each differs from float32. key=value is as for train.py.
+each; so the first two ought to differ as each differs from float32. key=value is as for train.py.
 """
 
 import argparse
@@ -23,7 +23,8 @@ import startup
 
 from maxdiff.metrics import read_metrics
 
-RUNS = {"fused": ["norms=fused"], "plain": ["norms=plain"], "float32": ["activations_dtype=float32", "attention=dot_product"]}
+PLAIN = ["norms=plain", "attention=dot_product"]
+RUNS = {"kernels": ["norms=fused", "attention=flash"], "plain": PLAIN, "float32": [*PLAIN, "activations_dtype=float32"]}
 
 
 def losses(command: Sequence[str], folder: Path) -> np.ndarray:

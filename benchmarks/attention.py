@@ -87,7 +87,7 @@ def compile_for(topology: str, name: str, shape: tuple, batch: int) -> dict[str,
         jax.ShapeDtypeStruct((batch, n, heads, dim), jnp.bfloat16, sharding=sharding)
         for n in (queries, keys or queries, keys or queries)
     )
-    chosen = attention.kernel(name, platform="tpu")
+    chosen = attention.kernel(name, device)
     loss = lambda q, k, v: jnp.sum(chosen(q, k, v).astype(jnp.float32))
     start = time.perf_counter()
     compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(q, k, v).compile()

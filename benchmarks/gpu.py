@@ -74,7 +74,7 @@ CASES = [
     *(Case("sd2", 512, batch) for batch in (2, 4, 8)),
     Case("sd15", 512, 16, cached=False),
     *(Case("sdxl", 1024, batch, keys=("remat=full",), peer=("--remat", "--ema"), label="ema") for batch in (4, 16)),
-    Case("sdxl", 1024, 16, keys=("remat=selective",), peer=None, label="ema-selective"),
+    Case("sdxl", 1024, 16, keys=("remat=selective",), peer=("--remat", "--ema"), label="ema-selective"),
     Case("sdxl", 1024, 48, keys=("remat=full",), peer=None, label="ema"),  # what a card of 80 GB holds (gpu_program.py)
     Case("sd2", 512, 32, keys=("use_ema=false",), peer=None, gpus=2, label="data"),
     Case("sd2", 512, 32, keys=("use_ema=false", "ici_fsdp_parallelism=2"), peer=None, gpus=2, label="fsdp"),

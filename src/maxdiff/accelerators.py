@@ -66,10 +66,15 @@ def peak_flops(device: Any) -> float | None:
     return GPU_FLOPS.get(device.device_kind)
 
 
+def compute_capability(device: Any) -> tuple[int, int]:
+    """NVIDIA's number for the generation of a jax device, (9, 0) for Hopper; (0, 0) of what is no GPU of theirs."""
+    number = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))
+    return (int(number[1]), int(number[2])) if number and device.platform == "gpu" else (0, 0)
+
+
 def has_triton(device: Any) -> bool:
     """Whether a jax device is a GPU that XLA compiles Triton kernels with bfloat16 for: NVIDIA's, from Ampere on."""
-    capability = re.fullmatch(r"(\d+)\.\d+", str(getattr(device, "compute_capability", "")))
-    return device.platform == "gpu" and capability is not None and int(capability[1]) >= 8
+    return compute_capability(device) >= (8, 0)
 
 
 def make_deterministic() -> None:

@@ -220,7 +220,7 @@ def make_compute(config: Config, layout: Layout) -> Compute:
     split = layout.mesh.shape.get("tensor", 1) > 1
     hooks = {"constrain": layout.constrain} if split else {}
     # Of the mesh: when compiling ahead of time it is not JAX's default backend.
-    attention = kernel(model.attention, layout.mesh.devices.flat[0].platform)
+    attention = kernel(model.attention, layout.mesh.devices.flat[0])
     return Compute(
         dtype=jnp.dtype(model.activations_dtype),
         precision=jax.lax.Precision[model.precision],

@@ -1,5 +1,6 @@
 import functools
 import logging
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -77,7 +78,7 @@ def test_splash_takes_the_widest_blocks_that_divide():
 def test_flash_falls_back_and_says_so_once(caplog: pytest.LogCaptureFixture):
     attention._say_once.cache_clear()
     q, k, v = qkv(8, 8)
-    flash = attention.kernel("flash", platform="cpu")
+    flash = attention.kernel("flash", jax.devices("cpu")[0])
     with caplog.at_level(logging.WARNING):
         first, second = flash(q, k, v), flash(q, k, v)
     np.testing.assert_array_equal(first, attention.dot_product(q, k, v))
@@ -99,17 +100,20 @@ def test_flash_names_what_the_kernel_cannot_take(platform, queries, mask, reason
     attention._say_once.cache_clear()
     args = qkv(queries, queries)
     with caplog.at_level(logging.WARNING):
-        out = attention.kernel("flash", platform=platform)(*args, mask=mask)
+        out = attention.kernel("flash", SimpleNamespace(platform=platform))(*args, mask=mask)
     np.testing.assert_allclose(out, attention.dot_product(*args), atol=1e-6)
     assert reason in caplog.text
 
 
-def test_explicit_kernels_refuse_what_they_cannot_take():
+def test_explicit_kernels_refuse_what_they_cannot_take(monkeypatch: pytest.MonkeyPatch):
     args = qkv(8, 8)
     with pytest.raises(ValueError, match="attention=cudnn: .*not float32; use attention=flash or dot_product"):
         attention.kernel("cudnn")(*args)
-    with pytest.raises(ValueError, match="multiple of 8 up to 128, not 36"):
-        attention.kernel("cudnn")(*(x[..., :36].astype(jnp.bfloat16) for x in args))
+    for capability, widest, width in (("8.9", 128, 36), ("8.9", 128, 160), ("9.0", 256, 264)):
+        device = SimpleNamespace(platform="gpu", compute_capability=capability)
+        monkeypatch.setattr(jax, "local_devices", lambda device=device: [device])
+        with pytest.raises(ValueError, match=f"multiple of 8 up to {widest}, not {width}"):
+            attention.kernel("cudnn")(*[jnp.zeros((1, 8, 2, width), jnp.bfloat16)] * 3)
     with pytest.raises(ValueError, match="attention='fast' is not known \\(allowed: dot_product, cudnn, flash\\)"):
         attention.kernel("fast")
 

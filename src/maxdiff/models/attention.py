@@ -12,12 +12,13 @@ import functools
 import itertools
 import logging
 import os
-import re
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from maxdiff.accelerators import compute_capability
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +29,7 @@ AttentionKernel = Callable[..., jax.Array]
 TPU_BLOCK, TPU_WIDEST = 128, 640
 # cuDNN's backward refuses odd lengths (CLIP's 77 keys); a multiple of 8 also keeps rows aligned.
 CUDNN_MULTIPLE = 8
+HOPPER = 9  # its compute capability
 SEEDS = itertools.count()
 # What `takes_long` keeps, by this name where a kernel lets us give one. Attention to fewer keys, as a text's, spares too
 # little time for its memory.
@@ -71,16 +73,16 @@ def splash(q, k, v, *, mask=None, precision=None, interpret=False):
     return _splash(q, k, v, interpret)
 
 
-def kernel(name: str, platform: str | None = None) -> AttentionKernel:
+def kernel(name: str, device: Any = None) -> AttentionKernel:
     """The kernel called `name`: `dot_product`, `cudnn` or `flash`.
 
-    `flash` is splash attention on a TPU and cuDNN on a GPU. Where the platform or the shapes have
-    none, it computes `dot_product` instead and logs the reason, once for each reason.
+    `flash` is splash attention on a TPU and cuDNN on a GPU, but `cross_attention` to a text on a Hopper GPU. Where the
+    device or the shapes have none, it computes `dot_product` instead and logs the reason, once for each reason.
 
     Args:
         name: one of KERNELS.
-        platform: `tpu`, `gpu` or `cpu`, where the network will run. By default JAX's default
-            backend, which is not the target when compiling ahead of time for a TPU.
+        device: of JAX, one of those that the network will run on. By default JAX's first, which is none of them when
+            compiling ahead of time.
 
     Raises:
         ValueError: for an unknown name.
@@ -89,7 +91,7 @@ def kernel(name: str, platform: str | None = None) -> AttentionKernel:
         raise ValueError(f"attention={name!r} is not known (allowed: {', '.join(KERNELS)})")
     if name != "flash":
         return KERNELS[name]
-    return functools.partial(_flash, platform=platform or jax.default_backend())
+    return functools.partial(_flash, device=device or jax.devices()[0])
 
 
 def takes_long(primitive: Any, *operands: Any, **params: Any) -> bool:
@@ -99,17 +101,22 @@ def takes_long(primitive: Any, *operands: Any, **params: Any) -> bool:
     return primitive.name == "name" and params["name"] == RESULT
 
 
-def _flash(q, k, v, *, mask=None, precision=None, platform: str):
-    if platform == "tpu":
-        reason = _splash_refuses(q, mask)
-    elif platform in ("gpu", "cuda"):
-        reason = _cudnn_refuses(q, mask)
+def _flash(q, k, v, *, mask=None, precision=None, device: Any):
+    if device.platform == "tpu":
+        attend, reason = _splash, _splash_refuses(q, mask)
+    elif device.platform == "gpu":
+        attend, reason = _cudnn, _cudnn_refuses(q, mask)
+        if compute_capability(device)[0] == HOPPER:
+            from maxdiff.models import cross_attention  # here: Pallas costs a second of start-up
+
+            if cross_attention.takes(q, k, mask):
+                attend, reason = cross_attention.attend, None
     else:
-        reason = f"there is no flash kernel for {platform}"
+        attend, reason = dot_product, f"there is no flash kernel for {device.platform}"
     if reason:
         _say_once(f"attention=flash: {reason}; computing dot_product there")
         return dot_product(q, k, v, mask=mask, precision=precision)
-    return _splash(q, k, v) if platform == "tpu" else _cudnn(q, k, v)
+    return attend(q, k, v)
 
 
 KERNELS: dict[str, AttentionKernel] = {"dot_product": dot_product, "cudnn": cudnn, "flash": _flash}
@@ -127,18 +134,13 @@ def _pad_length(x: jax.Array, multiple: int) -> jax.Array:
 def _cudnn_refuses(q: jax.Array, mask: Any) -> str | None:
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         return f"cuDNN attention needs bfloat16 or float16, not {q.dtype}"
-    if q.shape[-1] % 8 or q.shape[-1] > _cudnn_head_limit():
-        return f"cuDNN attention needs a head_dim that is a multiple of 8 up to {_cudnn_head_limit()}, not {q.shape[-1]}"
+    # JAX asks the first GPU of this host, and so finds none when compiling ahead of time.
+    widest = 256 if compute_capability(jax.local_devices()[0])[0] >= HOPPER else 128
+    if q.shape[-1] % 8 or q.shape[-1] > widest:
+        return f"cuDNN attention needs a head_dim that is a multiple of 8 up to {widest}, not {q.shape[-1]}"
     if mask is not None:
         return "a mask is not passed on to cuDNN"
     return None
-
-
-@functools.cache
-def _cudnn_head_limit() -> int:
-    """128, and 256 from Hopper (compute capability 9.0) on."""
-    capabilities = [getattr(device, "compute_capability", "") for device in jax.devices()]
-    return 256 if all(re.fullmatch(r"(9|\d\d)\.\d", str(capability)) for capability in capabilities) else 128
 
 
 def _cudnn(q, k, v):

@@ -1,0 +1,68 @@
+"""The GPU kernel of attention to few keys, interpreted, against plain products; that it lowers for a GPU, and where it is used."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxdiff.models import attention, cross_attention
+
+# (queries, heads, channels of a head) where SD1.x, SD2 and SDXL at their resolutions attend to a text.
+LEVELS = [
+    (4096, 8, 40),
+    (1024, 8, 80),
+    (256, 8, 160),
+    (64, 8, 160),
+    (9216, 5, 64),
+    (2304, 10, 64),
+    (576, 20, 64),
+    (144, 20, 64),
+]
+
+
+def with_gradients(kernel: Any, q: jax.Array, k: jax.Array, v: jax.Array, pull: jax.Array) -> tuple[jax.Array, ...]:
+    out, vjp = jax.vjp(kernel, q, k, v)
+    return out, *vjp(pull)
+
+
+@pytest.mark.parametrize(("queries", "keys", "dim"), [
+    (200, 77, 40), (64, 77, 64), (36, 80, 160), (256, 128, 80), (130, 5, 64), (9, 77, 8),
+])  # fmt: skip
+def test_it_computes_what_products_do(queries: int, keys: int, dim: int, monkeypatch: pytest.MonkeyPatch):
+    """No further from float32 than plain products in bfloat16 are, lengths that no block divides included."""
+    monkeypatch.setattr(cross_attention, "INTERPRET", True)
+    monkeypatch.setattr(cross_attention, "BLOCKS", {160: (64, 8)})
+    monkeypatch.setattr(cross_attention, "PROGRAMS", 4)  # so that a program has several blocks, and there are several
+    rng = np.random.default_rng(0)
+    args = [jnp.asarray(rng.standard_normal((2, n, 2, dim)), jnp.bfloat16) for n in (queries, keys, keys, queries)]
+    exact = with_gradients(attention.dot_product, *(x.astype(jnp.float32) for x in args))
+    error = lambda x, y: float(jnp.linalg.norm(x.astype(jnp.float32) - y) / jnp.linalg.norm(y))
+    ours, plain = (with_gradients(kernel, *args) for kernel in (cross_attention.attend, attention.dot_product))
+    for x, y, z in zip(ours, plain, exact, strict=True):
+        assert x.dtype == jnp.bfloat16
+        assert error(x, z) < 1.1 * error(y, z) < 1e-2
+
+
+@pytest.mark.parametrize(("queries", "heads", "dim"), LEVELS)
+def test_it_lowers_for_a_gpu(queries: int, heads: int, dim: int):
+    """Triton takes blocks whose sides are powers of two alone."""
+    q, k = (jax.ShapeDtypeStruct((2, n, heads, dim), jnp.bfloat16) for n in (queries, 77))
+    assert cross_attention.takes(q, k)
+    traced = jax.jit(lambda q, k, v, pull: with_gradients(cross_attention.attend, q, k, v, pull)).trace(q, k, k, q)
+    assert traced.lower(lowering_platforms=("cuda",)).as_text().count("__gpu$xla.gpu.triton") == 2
+
+
+@pytest.mark.parametrize(("keys", "dtype", "capability", "ours"), [
+    (77, jnp.bfloat16, "9.0", True), (256, jnp.bfloat16, "9.0", False), (77, jnp.float16, "9.0", False),
+    (77, jnp.bfloat16, "8.9", False), (77, jnp.bfloat16, "12.0", False),
+])  # fmt: skip
+def test_where_it_is_used(keys: int, dtype: Any, capability: str, ours: bool, monkeypatch: pytest.MonkeyPatch):
+    called = []
+    monkeypatch.setattr(attention, "_cudnn", lambda q, k, v: called.append("cuDNN"))
+    monkeypatch.setattr(cross_attention, "attend", lambda q, k, v: called.append("ours"))
+    q, k = jnp.zeros((1, 256, 2, 40), dtype), jnp.zeros((1, keys, 2, 40), dtype)
+    attention.kernel("flash", SimpleNamespace(platform="gpu", compute_capability=capability))(q, k, k)  # pyright: ignore[reportArgumentType]
+    assert called == ["ours" if ours else "cuDNN"]
