@@ -11,7 +11,7 @@ import jax
 
 # Of a kernel's name and of the HLO operation it came from, in this order; the first that matches says what it is.
 KINDS = {
-    "attention": r"cross_attention|sdpa|flash|fmha|cudnn::fusion|attention",
+    "attention": r"sdpa|flash|fmha|cudnn::fusion|attention",
     "norms and sums": r"channel_sums|layer_norm",
     "update": r"loop_select",  # the optimizer's: it chooses, element by element, whether the step is good
     "convolution": r"conv(?!ert)|fprop|dgrad|wgrad|implicit",

@@ -1,7 +1,6 @@
 """What accelerators could do at most, which model FLOP utilisation is measured against."""
 
 import os
-import re
 from typing import Any
 
 # Dense bfloat16 FLOP/s of one TensorCore, by jax's device_kind. A jax device is one core on v2, v3, v5e, v6e and 7x, both
@@ -64,17 +63,6 @@ def peak_flops(device: Any) -> float | None:
     if device.device_kind in TENSOR_CORE_FLOPS:
         return TENSOR_CORE_FLOPS[device.device_kind] * device.num_cores
     return GPU_FLOPS.get(device.device_kind)
-
-
-def compute_capability(device: Any) -> tuple[int, int]:
-    """NVIDIA's number for the generation of a jax device, (9, 0) for Hopper; (0, 0) of what is no GPU of theirs."""
-    number = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))
-    return (int(number[1]), int(number[2])) if number and device.platform == "gpu" else (0, 0)
-
-
-def has_triton(device: Any) -> bool:
-    """Whether a jax device is a GPU that XLA compiles Triton kernels with bfloat16 for: NVIDIA's, from Ampere on."""
-    return compute_capability(device) >= (8, 0)
 
 
 def make_deterministic() -> None:

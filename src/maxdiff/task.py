@@ -16,7 +16,6 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxdiff import sharding
-from maxdiff.accelerators import has_triton
 from maxdiff.config import Config, Model
 from maxdiff.diffusion.objective import Objective, timestep_probabilities
 from maxdiff.diffusion.sampler_config import with_zero_snr
@@ -25,6 +24,7 @@ from maxdiff.gradients import Losses, Measures
 from maxdiff.losses import diffusion_losses, reconstruction_losses, reconstruction_measures
 from maxdiff.models import flops
 from maxdiff.models.attention import kernel, takes_long
+from maxdiff.models.gpus import has_triton
 from maxdiff.models.layers import Compute
 from maxdiff.models.network import Network, Params
 from maxdiff.pipeline import Part, Pipeline, check_fit, save_config, save_part

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxdiff.accelerators import has_triton
 from maxdiff.models import fused
+from maxdiff.models.gpus import has_triton
 from maxdiff.models.layers import Compute, Conv, GroupNorm, LayerNorm, Linear
 from maxdiff.models.network import Network
 from maxdiff.models.unet import UNet2DConditionModel, UNetConfig

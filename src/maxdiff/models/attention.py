@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from maxdiff.accelerators import compute_capability
+from maxdiff.models.gpus import compute_capability
 
 logger = logging.getLogger(__name__)
 
@@ -76,8 +76,10 @@ def splash(q, k, v, *, mask=None, precision=None, interpret=False):
 def kernel(name: str, device: Any = None) -> AttentionKernel:
     """The kernel called `name`: `dot_product`, `cudnn` or `flash`.
 
-    `flash` is splash attention on a TPU and cuDNN on a GPU, but `cross_attention` to a text on a Hopper GPU. Where the
-    device or the shapes have none, it computes `dot_product` instead and logs the reason, once for each reason.
+    `flash` is splash attention on a TPU and cuDNN on a GPU, but `cross_attention` to at most 128 keys on a Hopper GPU.
+    Where the device or the shapes have none, it computes `dot_product` instead and logs the reason, once for each reason.
+    XLA's partitioner cannot split splash and `cross_attention`: on several devices they belong in a `shard_map`, as
+    those of `Layout.attend` are.
 
     Args:
         name: one of KERNELS.
@@ -102,6 +104,7 @@ def takes_long(primitive: Any, *operands: Any, **params: Any) -> bool:
 
 
 def _flash(q, k, v, *, mask=None, precision=None, device: Any):
+    attend: Any = None
     if device.platform == "tpu":
         attend, reason = _splash, _splash_refuses(q, mask)
     elif device.platform == "gpu":
@@ -112,7 +115,7 @@ def _flash(q, k, v, *, mask=None, precision=None, device: Any):
             if cross_attention.takes(q, k, mask):
                 attend, reason = cross_attention.attend, None
     else:
-        attend, reason = dot_product, f"there is no flash kernel for {device.platform}"
+        reason = f"there is no flash kernel for {device.platform}"
     if reason:
         _say_once(f"attention=flash: {reason}; computing dot_product there")
         return dot_product(q, k, v, mask=mask, precision=precision)
@@ -134,13 +137,16 @@ def _pad_length(x: jax.Array, multiple: int) -> jax.Array:
 def _cudnn_refuses(q: jax.Array, mask: Any) -> str | None:
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         return f"cuDNN attention needs bfloat16 or float16, not {q.dtype}"
-    # JAX asks the first GPU of this host, and so finds none when compiling ahead of time.
-    widest = 256 if compute_capability(jax.local_devices()[0])[0] >= HOPPER else 128
-    if q.shape[-1] % 8 or q.shape[-1] > widest:
-        return f"cuDNN attention needs a head_dim that is a multiple of 8 up to {widest}, not {q.shape[-1]}"
+    if q.shape[-1] % 8 or q.shape[-1] > _cudnn_head_limit():
+        return f"cuDNN attention needs a head_dim that is a multiple of 8 up to {_cudnn_head_limit()}, not {q.shape[-1]}"
     if mask is not None:
         return "a mask is not passed on to cuDNN"
     return None
+
+
+def _cudnn_head_limit() -> int:
+    """128, and 256 from Hopper on; JAX asks a GPU of this host, and so finds none when compiling ahead of time."""
+    return 256 if compute_capability(jax.local_devices()[0])[0] >= HOPPER else 128
 
 
 def _cudnn(q, k, v):
