@@ -29,7 +29,7 @@ def test_it_computes_what_products_do(queries: int, keys: int, dim: int, monkeyp
     """No further from float32 than plain products in bfloat16 are, lengths that no block or program divides included."""
     monkeypatch.setattr(cross_attention, "INTERPRET", True)
     monkeypatch.setattr(cross_attention, "BLOCKS", {160: (64, 8)})
-    monkeypatch.setattr(cross_attention, "PROGRAMS", 8)  # so that a program has several blocks, and queries several programs
+    monkeypatch.setattr(cross_attention, "PROGRAMS", 12)  # so that a program has several blocks, and queries several programs
     rng = np.random.default_rng(0)
     args = [jnp.asarray(rng.standard_normal((2, n, 2, dim)), jnp.bfloat16) for n in (queries, keys, keys, queries)]
     exact = with_gradients(attention.dot_product, *(x.astype(jnp.float32) for x in args))
@@ -72,12 +72,15 @@ def test_a_mask_and_float32_are_not_for_it():
     assert not cross_attention.takes(q, k.astype(jnp.float32))
 
 
-def test_a_prime_number_of_blocks_is_split_too():
-    """832 x 1152 pixels are 59 blocks."""
-    q, k = (jax.ShapeDtypeStruct((2, n, 10, 64), jnp.bfloat16) for n in (59 * 64, 77))
+@pytest.mark.parametrize(("batch", "heads", "blocks", "programs", "each"), [
+    (32, 5, 64, 4, 16), (2, 10, 64, 32, 2), (2, 10, 59, 30, 2), (8, 20, 62, 6, 11), (1, 1, 1, 1, 1), (2000, 8, 64, 1, 64),
+])  # fmt: skip
+def test_queries_are_shared_out(batch: int, heads: int, blocks: int, programs: int, each: int):
+    """In equal shares where that leaves enough programs, but of the 59 blocks of 832 x 1152 pixels there are none."""
+    q, k = (jax.ShapeDtypeStruct((batch, n, heads, 64), jnp.bfloat16) for n in (blocks * 64, 77))
     cut = cross_attention._Cut(q, k)  # pyright: ignore
-    assert cut.grid == (2, 10, 30)
-    assert cut.blocks == 2
+    assert cut.grid == (batch, heads, programs)
+    assert cut.blocks == each
 
 
 def test_great_scores_are_exact(monkeypatch: pytest.MonkeyPatch):

@@ -96,7 +96,10 @@ class _Cut:
         most, self._warps = next(block for widest, block in sorted(BLOCKS.items()) if self._width <= widest)
         self._at_once = min(most, pl.next_power_of_2(max(ATOM, self._queries)))
         blocks = pl.cdiv(self._queries, self._at_once)
-        self.blocks = pl.cdiv(blocks, min(blocks, max(1, PROGRAMS // (batch * heads))))  # of a program
+        programs = min(blocks, max(1, PROGRAMS // (batch * heads)))
+        # Equal shares need no masks, but of 59 blocks they would be one program's.
+        equal = max(n for n in range(1, programs + 1) if blocks % n == 0)
+        self.blocks = pl.cdiv(blocks, equal if 2 * equal >= programs else programs)  # of a program
         self.splits = pl.cdiv(blocks, self.blocks)
         self.grid = (batch, heads, self.splits)
 
