@@ -29,7 +29,7 @@ AttentionKernel = Callable[..., jax.Array]
 TPU_BLOCK, TPU_WIDEST = 128, 640
 # cuDNN's backward refuses odd lengths (CLIP's 77 keys); a multiple of 8 also keeps rows aligned.
 CUDNN_MULTIPLE = 8
-HOPPER = 9  # its compute capability
+HOPPER = 9  # the first number of its compute capability
 SEEDS = itertools.count()
 # What `takes_long` keeps, by this name where a kernel lets us give one. Attention to fewer keys, as a text's, spares too
 # little time for its memory.

@@ -91,7 +91,7 @@ class _Cut:
     def __init__(self, q: jax.Array, k: jax.Array):
         batch, self._queries, heads, self._width = q.shape
         self._length = k.shape[1]
-        self.keys, self.channels = _pieces(self._length, ATOM), _pieces(self._width, WIDE)
+        self._keys, self._channels = _pieces(self._length, ATOM), _pieces(self._width, WIDE)
         self.scale = self._width**-0.5
         most, self._warps = next(block for widest, block in sorted(BLOCKS.items()) if self._width <= widest)
         self._at_once = min(most, pl.next_power_of_2(max(ATOM, self._queries)))
@@ -111,7 +111,7 @@ class _Cut:
     def weights(self, queries: list[jax.Array], keys: Pieces) -> list[jax.Array]:
         """The softmax of the queries' scores, in float32."""
         scores = _times_transposed(queries, keys)
-        for i, (start, size) in enumerate(self.keys):
+        for i, (start, size) in enumerate(self._keys):
             if start + size > self._length:
                 scores[i] = jnp.where((start + jnp.arange(size) < self._length)[None], scores[i], -math.inf)
         greatest = functools.reduce(jnp.maximum, [s.max(1, keepdims=True) for s in scores])
@@ -127,16 +127,16 @@ class _Cut:
         _store(ref, self._places(block * self._at_once, self._at_once, ref), pieces)
 
     def load_keys(self, ref: Any) -> Pieces:
-        return [[_load(ref, *place) for place in self._places(start, size, ref)] for start, size in self.keys]
+        return [[_load(ref, *place) for place in self._places(start, size, ref)] for start, size in self._keys]
 
     def zeros(self) -> Pieces:
         """What sums by `_plus_transposed_times` begin with."""
         shape = lambda keys, channels: (channels, keys) if _lie_transposed(keys) else (keys, channels)
-        return [[jnp.zeros(shape(keys, channels), jnp.float32) for _, channels in self.channels] for _, keys in self.keys]
+        return [[jnp.zeros(shape(keys, channels), jnp.float32) for _, channels in self._channels] for _, keys in self._keys]
 
     def store_sums(self, ref: Any, sums: Pieces) -> None:
         """Sums by `_plus_transposed_times`."""
-        for (start, size), row in zip(self.keys, sums, strict=True):
+        for (start, size), row in zip(self._keys, sums, strict=True):
             _store(ref, self._places(start, size, ref), [piece.T for piece in row] if _lie_transposed(size) else row)
 
     def _places(self, start: Any, size: int, ref: Any) -> list[tuple[tuple[jax.Array, jax.Array], jax.Array | None]]:
@@ -144,7 +144,7 @@ class _Cut:
         rows = (start + jnp.arange(size))[:, None]
         end = start + size if isinstance(start, int) else self.splits * self.blocks * size
         places = []
-        for first, width in self.channels:
+        for first, width in self._channels:
             columns = (first + jnp.arange(width))[None]
             mask = [rows < ref.shape[0]] if end > ref.shape[0] else []
             mask += [columns < self._width] if first + width > self._width else []
